@@ -188,8 +188,11 @@ class Function:
 
     @property
     def length(self) -> int:
-        """Lines from `def` to the end."""
-        return (self.node.end_lineno or self.node.lineno) - self.node.lineno + 1
+        """Lines from `def` to the end, without the docstring."""
+        first = self.node.body[0]
+        is_docstring = isinstance(first, ast.Expr) and _is_text(first.value)
+        left_out = (first.end_lineno or 0) - first.lineno + 1 if is_docstring else 0
+        return (self.node.end_lineno or self.node.lineno) - self.node.lineno + 1 - left_out
 
     @cached_property
     def decorators(self) -> set[str]:
@@ -226,9 +229,11 @@ class Function:
 
     @cached_property
     def missing(self) -> list[str]:
-        """What the docstring leaves out: parameters, and errors that the body raises itself."""
+        """What a docstring with sections leaves out: parameters, errors that the body raises."""
         if not self.docstring:
             return ["docstring"]
+        if not re.search(r"^(Args|Raises):$", self.docstring, re.MULTILINE):
+            return []  # one sentence, as on what users don't import
         documented = _entries(self.docstring, "Args")
         lacking = [name for name in self.parameters if name not in documented]
         told = _entries(self.docstring, "Raises")

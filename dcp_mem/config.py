@@ -61,35 +61,22 @@ def parity(k: int) -> Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOrder:
-    """What the agent must know of an export: when it is due, and which program makes it.
-
-    Attributes:
-        program: Name of the module to run.
-        to: Where the exports go, for people.
-        every: Which checkpoints are exported.
-        of_complete: Whether those are as well that stay in memory.
-        request: The program's own arguments, pickled once; they may hold secrets.
-    """
+    """What the agent must know of an export: when it is due, and which program makes it."""
 
     program: str
     to: str
     every: Persist
-    of_complete: bool
+    of_complete: bool  # whether those are as well that stay in memory
+    # the program's own arguments, pickled once; they may hold secrets
     request: bytes = field(repr=False)
 
 
 class Purpose(NamedTuple):
-    """What connections are for: ranks meet where all of it is the same.
-
-    Attributes:
-        verb: The kind of call.
-        job: Name of the job.
-        root: Of the job on storage; "" for none.
-    """
+    """What connections are for: ranks meet where all of it is the same."""
 
     verb: str
     job: str = ""
-    root: str = ""
+    root: str = ""  # of the job on storage; "" for none
 
     def __str__(self) -> str:
         return f"{self.verb} {self.job} {self.root}".rstrip()
@@ -97,60 +84,39 @@ class Purpose(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The user's settings, checked and with defaults filled in.
+    """The user's settings, checked and with defaults filled in."""
 
-    Attributes:
-        url: The job's root on storage; None keeps checkpoints in memory only.
-        memory_root: The memory root, an absolute path.
-        job: Name of the job's memory directory.
-        persist: Which saves go to storage.
-        keep_memory: Which checkpoints stay in memory.
-        keep_storage: Which checkpoints stay on storage; None for all.
-        memory_limit: Bytes that the job may occupy on a node; None for no limit.
-        on_full: What a save does that finds no room.
-        on_slow_storage: Whether storage gets all checkpoints that are meant for it.
-        storage_options: For fsspec; they may hold secrets, so they stay out of repr.
-        overwrite: Whether a save may replace a checkpoint of the same name.
-        agent: Where the flush runs.
-        upload_limit: Bytes per second that a node sends; None for no limit.
-        redundancy: Copies or parity on other nodes.
-        failure_domain: What fails together with this node; "" for the node alone.
-        on_replication: What a save does while an older checkpoint's copies are under way.
-        replication_timeout: Seconds without progress after which replication fails.
-        on_nonfinite: What to do about a checkpoint with values that aren't finite, once it is
-            complete.
-        reuse_stored: Whether what storage has already isn't sent again.
-        transport: What moves bytes between nodes.
-        export: What is made of checkpoints for other programs, behind training.
-        storage_mode: Mode of files in a directory on storage; None: as the umask has it.
-        shows_history: Whether the history of checkpoints lies in the root as well, where Nebula
-            has it.
-        makes_directories: Whether a save makes the checkpoint's directory at once, as torch does.
-    """
-
-    url: str | None
+    url: str | None  # the job's root on storage; None keeps checkpoints in memory only
     memory_root: str
     job: str
     persist: Persist
     keep_memory: Retention = field(default_factory=lambda: KeepLast(2))
-    keep_storage: Retention | None = None
-    memory_limit: int | None = None
-    on_full: OnFull = "wait"
+    keep_storage: Retention | None = None  # which checkpoints stay on storage; None for all
+    memory_limit: int | None = None  # bytes that the job may occupy on a node; None for no limit
+    on_full: OnFull = "wait"  # what a save does that finds no room
+    # whether storage gets all checkpoints that are meant for it
     on_slow_storage: OnSlowStorage = "newest"
+    # for fsspec; they may hold secrets, so they stay out of repr
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    overwrite: bool = True
+    overwrite: bool = True  # whether a save may replace a checkpoint of the same name
     agent: AgentKind = "process"
-    upload_limit: int | None = None
+    upload_limit: int | None = None  # bytes per second that a node sends; None for no limit
     redundancy: Redundancy = field(default_factory=Redundancy)
-    failure_domain: str = ""
+    failure_domain: str = ""  # what fails together with this node; "" for the node alone
+    # what a save does while an older checkpoint's copies are under way
     on_replication: OnReplication = "wait"
     replication_timeout: float = 120.0
+    # what to do about a checkpoint with values that aren't finite, once it is complete
     on_nonfinite: OnNonfinite = "ignore"
-    reuse_stored: bool = True
-    transport: TransportChoice = "gloo"
+    reuse_stored: bool = True  # whether what storage has already isn't sent again
+    transport: TransportChoice = "gloo"  # what moves bytes between nodes
+    # what is made of checkpoints for other programs, behind training
     export: ExportOrder | None = None
+    # mode of files in a directory on storage; None: as the umask has it
     storage_mode: int | None = None
+    # whether the history of checkpoints lies in the root as well, where Nebula has it
     shows_history: bool = False
+    # whether a save makes the checkpoint's directory at once, as torch does
     makes_directories: bool = False
 
     @property
@@ -210,34 +176,14 @@ def settings(
 ) -> Settings:
     """Check the arguments of `MemoryStorageWriter` and fill in the defaults.
 
-    Args:
-        path: The job's root on storage: an fsspec URL, or a plain path; None for memory only.
-        memory_root: The memory root; default $DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>.
-        job: Name of the job's memory directory; default from path, else from TORCHELASTIC_RUN_ID or
-            SLURM_JOB_ID.
-        persist: Which saves go to storage: True, False or a policy.
-        keep_memory: Which checkpoints stay in memory: a number or a policy.
-        keep_storage: Which checkpoints stay on storage: a number or a policy; None for all.
-        memory_limit: Bytes, or a text such as "64GiB"; default $DCP_MEM_MEMORY_LIMIT, else None.
-        on_full: "wait", "skip" or "raise".
-        on_slow_storage: "newest" or "all".
-        storage_options: Passed to fsspec.
-        overwrite: Whether a save may replace a checkpoint of the same name.
-        agent: "process" or "thread".
-        upload_limit: Bytes per second, or such a text; default $DCP_MEM_UPLOAD_LIMIT, else None.
-        replicas: Copies on other nodes; default $DCP_MEM_REPLICAS, else 0.
-        redundancy: Parity in place of copies.
-        failure_domain: A text, or a callable that returns one; default $DCP_MEM_FAILURE_DOMAIN,
-            else "".
-        on_replication: "wait", "skip" or "cancel".
-        on_nonfinite: "ignore", "warn" or "reject".
-        reuse_stored: Whether what storage has already isn't sent again.
-        transport: "auto", "gloo" or "nixl"; default $DCP_MEM_TRANSPORT, else "gloo".
-        export: What is made of checkpoints for other programs, behind training.
-        storage_mode: Mode of files in a directory on storage, as 0o640; default by the umask.
-
-    Raises:
-        ConfigError: An argument or an environment variable can't be used.
+    `path`: the job's root on storage: an fsspec URL, or a plain path; None for memory only. `job`:
+    name of the job's memory directory; default from path, else from TORCHELASTIC_RUN_ID or
+    SLURM_JOB_ID. `keep_storage`: which checkpoints stay on storage: a number or a policy; None for
+    all. `memory_limit`: bytes, or a text such as "64GiB"; default $DCP_MEM_MEMORY_LIMIT, else None.
+    `overwrite`: whether a save may replace a checkpoint of the same name. `upload_limit`: bytes per
+    second, or such a text; default $DCP_MEM_UPLOAD_LIMIT, else None. `failure_domain`: a text, or a
+    callable that returns one; default $DCP_MEM_FAILURE_DOMAIN, else "". `storage_mode`: mode of
+    files in a directory on storage, as 0o640; default by the umask. Raises ConfigError.
     """
     if on_full not in ("wait", "skip", "raise"):
         raise ConfigError(f"on_full={on_full!r}: choose 'wait', 'skip' or 'raise'")
@@ -362,8 +308,7 @@ def _transport(given: str | None) -> TransportChoice:
 def exchange_timeout() -> float:
     """Return the seconds that a rank waits for the others: $DCP_MEM_TIMEOUT, else 600.
 
-    Raises:
-        ConfigError: The variable is no number above 0.
+    Raises ConfigError.
     """
     return _seconds_from("DCP_MEM_TIMEOUT", 600.0)
 
@@ -371,8 +316,7 @@ def exchange_timeout() -> float:
 def wait_warning() -> float:
     """Return the seconds after which a rank says for whom it waits: $DCP_MEM_WAIT_WARNING, else 30.
 
-    Raises:
-        ConfigError: The variable is no number above 0.
+    Raises ConfigError.
     """
     return _seconds_from("DCP_MEM_WAIT_WARNING", 30.0)
 
@@ -380,8 +324,7 @@ def wait_warning() -> float:
 def lines_of_channel() -> int:
     """Return the connections of a channel over TCP: $DCP_MEM_LINES, else 1; from 1 to 16.
 
-    Raises:
-        ConfigError: The variable is no such number.
+    Raises ConfigError.
     """
     text = os.environ.get("DCP_MEM_LINES") or "1"
     if not (text.isdecimal() and 1 <= int(text) <= _MOST_LINES):
@@ -413,12 +356,7 @@ def _bytes_or_none(argument: str, given: int | str | None) -> int | None:
 def parse_bytes(size: int | str, argument: str) -> int:
     """Return the bytes of a number, or of a text such as "64GiB" or "1.5 GB".
 
-    Args:
-        size: The number or text.
-        argument: Its name, for the error.
-
-    Raises:
-        ConfigError: It is no such number or text.
+    Raises ConfigError.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -436,11 +374,8 @@ def parse_bytes(size: int | str, argument: str) -> int:
 def memory_root_path(memory_root: str | os.PathLike[str] | None) -> str:
     """Return the memory root: the argument, else $DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>.
 
-    Args:
-        memory_root: An absolute or relative path; None takes the environment's or the default.
-
-    Raises:
-        ConfigError: The argument is no path.
+    `memory_root`: an absolute or relative path; None takes the environment's or the default. Raises
+    ConfigError.
     """
     root = (
         _text("memory_root", memory_root)
@@ -453,11 +388,8 @@ def memory_root_path(memory_root: str | os.PathLike[str] | None) -> str:
 def root_url(path: str | os.PathLike[str] | None) -> str | None:
     """Return the job's root: a path made absolute, or a URL whose protocol can be used here.
 
-    Args:
-        path: A directory or an fsspec URL; None for a job without storage, and returned as it is.
-
-    Raises:
-        ConfigError: It is no path or URL, has a secret in it, or needs a package that is missing.
+    `path`: a directory or an fsspec URL; None for a job without storage, and returned as it is.
+    Raises ConfigError.
     """
     if path is None:
         return None
@@ -548,12 +480,8 @@ def job_name(job: str | None, url: str | None) -> str:
 
     It is the argument, else made from the URL, else from the launcher's run id.
 
-    Args:
-        job: The job's name as given; None makes one from the URL or the launcher's run id.
-        url: The job's root as `root_url` returns it; None for a job without storage.
-
-    Raises:
-        ConfigError: The argument is no such name, or there is nothing to make one from.
+    `job`: the job's name as given; None makes one from the URL or the launcher's run id. `url`: the
+    job's root as `root_url` returns it; None for a job without storage. Raises ConfigError.
     """
     if job is not None:
         if not _NAME.fullmatch(_text("job", job)) or len(job) > 128:
@@ -583,12 +511,7 @@ def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> s
 
     A name is a name, wherever the process runs: only what is absolute is looked for under the root.
 
-    Args:
-        url: The job's root.
-        checkpoint_id: A name, or a full path or URL directly under the root.
-
-    Raises:
-        ConfigError: It is neither.
+    `checkpoint_id`: a name, or a full path or URL directly under the root. Raises ConfigError.
     """
     text = _text("checkpoint_id", checkpoint_id)
     name = text.removeprefix("file://") if text.startswith("file:///") else _as_abfs(text)
@@ -614,11 +537,7 @@ def _as_abfs(text: str) -> str:
 
 
 def is_checkpoint_name(text: str) -> bool:
-    """Return whether a checkpoint may have this name.
-
-    Args:
-        text: Any text.
-    """
+    """Return whether a checkpoint may have this name."""
     return (
         _NAME.fullmatch(text) is not None
         and len(text) <= 200
@@ -642,8 +561,7 @@ def run_identity() -> str:
 def checked_state(state: object) -> dict[str, Any]:
     """Return a state dict to save or load into.
 
-    Raises:
-        ConfigError: It is no dict, such as a bare model.
+    Raises ConfigError.
     """
     if isinstance(state, Mapping):
         return state  # type: ignore[return-value]
@@ -656,11 +574,7 @@ def checked_state(state: object) -> dict[str, Any]:
 def checked_step(step: object) -> int | None:
     """Return the number of a training step, or None.
 
-    Args:
-        step: An integer from 0 up, of any integer type; None stands for no step.
-
-    Raises:
-        ConfigError: It is no number from 0 up.
+    `step`: an integer from 0 up, of any integer type; None stands for no step. Raises ConfigError.
     """
     if step is None:
         return None
@@ -688,11 +602,8 @@ class _HasItem(Protocol):
 def checked_metrics(metrics: object) -> dict[str, float]:
     """Return figures by name, as plain numbers.
 
-    Args:
-        metrics: Names with anything that `float` takes; None stands for no metrics.
-
-    Raises:
-        ConfigError: It is no mapping of names to numbers.
+    `metrics`: names with anything that `float` takes; None stands for no metrics. Raises
+    ConfigError.
     """
     if metrics is None:
         return {}

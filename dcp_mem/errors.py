@@ -527,8 +527,7 @@ class RankFailed(DcpMemError):
 def gib(nbytes: int) -> str:
     """Return a size as people read it.
 
-    Args:
-        nbytes: The size in bytes; GiB is the largest unit.
+    `nbytes`: the size in bytes; GiB is the largest unit.
     """
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -542,9 +541,6 @@ def picklable(method: F) -> F:
     """Return the method, such that it only raises exceptions that survive pickling.
 
     DCP sends exceptions to the other ranks, which would hang on any other.
-
-    Args:
-        method: A method that DCP calls.
     """
 
     @functools.wraps(method)
@@ -560,11 +556,7 @@ def picklable(method: F) -> F:
 
 
 def plain_error(error: Exception) -> Exception:
-    """Return an error that survives pickling: this one, or else one with its text.
-
-    Args:
-        error: Any.
-    """
+    """Return an error that survives pickling: this one, or else one with its text."""
     if _survives_pickling(error):
         return error
     plain = DcpMemError(f"{type(error).__name__}: {error}")

@@ -35,17 +35,11 @@ Rename = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class ImportedFunction:
-    """A function that another process finds by its name.
-
-    Attributes:
-        module: The module that has it.
-        name: Its qualified name in there.
-        path: Directory to find the module in; "" where it is found anyway.
-    """
+    """A function that another process finds by its name."""
 
     module: str
     name: str
-    path: str
+    path: str  # directory to find the module in; "" where it is found anyway
 
     def load(self) -> Rename:
         """Import the function."""
@@ -148,11 +142,7 @@ class HuggingFaceExport:
 def order_of(export: HuggingFaceExport) -> ExportOrder:
     """Return what the agent must know of an export.
 
-    Args:
-        export: As the user gave it.
-
-    Raises:
-        ConfigError: It can't be sent to the agent.
+    Raises ConfigError.
     """
     try:
         request = zlib.compress(pickle.dumps(export))
@@ -175,8 +165,7 @@ def order_of(export: HuggingFaceExport) -> ExportOrder:
 def export_of(request: bytes) -> HuggingFaceExport:
     """Return what an order's request holds.
 
-    Args:
-        request: Of an order that a process of this user has made.
+    `request`: of an order that a process of this user has made.
     """
     found = pickle.loads(zlib.decompress(request))
     assert isinstance(found, HuggingFaceExport)
@@ -184,11 +173,7 @@ def export_of(request: bytes) -> HuggingFaceExport:
 
 
 def renaming_of(export: HuggingFaceExport) -> Rename:
-    """Return what gives tensors their names in an export, `part` being taken off.
-
-    Args:
-        export: Its function of names is imported.
-    """
+    """Return what gives tensors their names in an export, `part` being taken off."""
     if isinstance(export.names, ImportedFunction):
         return export.names.load()
     table = export.names or {}

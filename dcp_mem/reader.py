@@ -245,15 +245,8 @@ class MemoryStorageReader(StorageReader):
         3. Plan; all ranks have a plan, or raise.
         4. Read, report, record.
 
-        Args:
-            make_state: Returns the state dict to load into; it may raise.
-            checkpoint_id: None for the newest.
-            process_group: The ranks that load together; by default the reader's.
-            no_dist: Load on this rank alone.
-            planner: Of this rank.
-
-        Returns:
-            What `make_state` returned, with the values loaded.
+        `checkpoint_id`: None for the newest. Returns what `make_state` returned, with the values
+        loaded.
         """
         state = attempt(make_state)
         load, opened = self._open(
@@ -283,9 +276,6 @@ class MemoryStorageReader(StorageReader):
         """Unpickle tensors with these restrictions in the `dcp.load` inside.
 
         What DCP tells a reader of a load doesn't include what its caller said.
-
-        Args:
-            weights_only: As given to `dcp_mem.load`.
         """
         self._weights_only = weights_only
         try:
@@ -358,8 +348,7 @@ class MemoryStorageReader(StorageReader):
     def _elected(self, wanted: str | None = None) -> RecoveryPlan:
         """Return what all ranks together can load, and why they can't load the rest.
 
-        Args:
-            wanted: The only name to look for; None for all of them.
+        `wanted`: the only name to look for; None for all of them.
         """
         call = direct_call(self._process_group, False, self.settings.purpose("load"))
         with leaving_on_error(call.ranks):

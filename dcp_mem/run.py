@@ -21,11 +21,7 @@ _PREFIX = "python -m dcp_mem.run"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve the roots, then run the program in this process.
-
-    Args:
-        arguments: Of the command line; by default this process's.
-    """
+    """Serve the roots, then run the program in this process."""
     parser = argparse.ArgumentParser(
         prog=_PREFIX, description="Run a program whose DCP saves and loads go through dcp_mem."
     )

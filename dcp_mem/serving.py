@@ -152,9 +152,7 @@ class Served:
 class _ServedRank:
     """What a rank runs that a served program has started: the program's function, served.
 
-    Args:
-        function: Of the program; called with the number of the process, and its arguments.
-        roots: Each root that is served, and its options.
+    `function`: of the program; called with the number of the process, and its arguments.
     """
 
     def __init__(

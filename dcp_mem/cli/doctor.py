@@ -46,13 +46,7 @@ _COLORS = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold r
     help="With --peers: also try and measure what copies go by.",
 )
 def command(common: CommonOptions, is_of_peers: bool, transport: TransportChoice | None) -> int:
-    """Print each check; return 1 if one fails.
-
-    Args:
-        common: The options that all commands have.
-        is_of_peers: Whether to measure the network between nodes.
-        transport: What to try between the nodes.
-    """
+    """Print each check; return 1 if one fails."""
     if transport and not is_of_peers:
         raise click.UsageError("--transport goes with --peers")
     checks = []

@@ -82,20 +82,7 @@ def command(
     trust: bool,
     target_option: tuple[str, ...],
 ) -> int:
-    """Write the checkpoint in the form that is asked for.
-
-    Args:
-        common: The options that all commands have.
-        checkpoint_id: A checkpoint's name or save id.
-        target: Where to write.
-        kind: One of FORMATS.
-        prefix: For safetensors: what the tensors' names begin with; the names lose it.
-        trust: For torch: whether byte items may be unpickled without restrictions.
-        target_option: For dcp: KEY=VALUE texts for the target's storage.
-
-    Raises:
-        ConfigError: The prefix goes with another format.
-    """
+    """Write the checkpoint in the form that is asked for."""
     if prefix and kind != "safetensors":
         raise ConfigError("--prefix is for --format safetensors")
     settings = common.settings()

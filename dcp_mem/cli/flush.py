@@ -40,17 +40,7 @@ Examples:
     "--timeout", metavar="SECONDS", type=float, help="Stop waiting then; the agent goes on."
 )
 def command(common: CommonOptions, is_all: bool, newest: int | None, timeout: float | None) -> int:
-    """Flush and print the outcome of each checkpoint; return 1 if one didn't get to storage.
-
-    Args:
-        common: The options that all commands have.
-        is_all: Whether to flush what was saved to stay in memory as well.
-        newest: How many of these, from the newest on; None for all.
-        timeout: Seconds to wait; None for as long as there is hope.
-
-    Raises:
-        UsageError: `newest` without `is_all`.
-    """
+    """Flush and print the outcome of each checkpoint; return 1 if one didn't get to storage."""
     settings = common.settings()
     if newest is not None and not is_all:
         raise click.UsageError("--newest needs --all")

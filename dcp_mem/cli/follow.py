@@ -75,20 +75,7 @@ def command(
     times: int | None,
     seconds: float,
 ) -> int:
-    """Print checkpoints as they come, or run a command for each.
-
-    Args:
-        common: The options that all commands have.
-        text: The command; None for none.
-        only_durable: Whether only checkpoints on storage count.
-        until_ended: Whether to end with the run.
-        timeout: Seconds without a new checkpoint after which to end; None for no end.
-        times: How many checkpoints; None for no end.
-        seconds: The pause between two looks.
-
-    Raises:
-        ConfigError: There is no such command.
-    """
+    """Print checkpoints as they come, or run a command for each."""
     settings = common.settings()
     words = _words(text)
     log.setLevel(min(log.level, logging.WARNING))  # What is passed over is said by the follower.
@@ -195,8 +182,7 @@ class _Stopping:
 
     The command may end in its own way then; with the second signal it is killed.
 
-    Attributes:
-        number: The signal that has come; 0 for none.
+    `number`: the signal that has come; 0 for none.
     """
 
     def __init__(self, follower: Follower) -> None:
@@ -219,11 +205,7 @@ class _Stopping:
         self._follower.stop()
 
     def wait_for(self, child: subprocess.Popen[bytes]) -> int:
-        """Return the exit code of a command, once it has ended.
-
-        Args:
-            child: Leads a process group of its own.
-        """
+        """Return the exit code of a command, once it has ended."""
         passed_on = 0
         try:
             while child.poll() is None:

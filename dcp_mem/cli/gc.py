@@ -43,14 +43,7 @@ _HOUR = 3600.0
     help="On storage: only what hasn't been touched for so long.",
 )
 def command(common: CommonOptions, yes: bool, force: bool, older_than: float) -> int:
-    """Print what can be freed, and free it if that is asked for.
-
-    Args:
-        common: The options that all commands have.
-        yes: Whether to free it; otherwise it is only listed.
-        force: Whether to free what never reached storage as well.
-        older_than: Hours for which files on storage haven't been touched.
-    """
+    """Print what can be freed, and free it if that is asked for."""
     is_of_one_job = common.root is not None or common.job is not None
     settings = common.settings() if is_of_one_job else None
     job = None if settings is None else settings.job

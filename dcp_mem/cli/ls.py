@@ -34,9 +34,6 @@ def command(common: CommonOptions) -> int:
     """Print a table of checkpoints, or of all jobs in memory.
 
     Returns 1 if there is nothing, or if a checkpoint on storage can't be loaded from anywhere.
-
-    Args:
-        common: The options that all commands have.
     """
     if common.root is None and common.job is None:
         return _list_jobs(common.screen, memory_root_path(common.memory_root))

@@ -48,20 +48,11 @@ class Commands(click.Group):
     """The group of all commands; a command's module is imported when the command is used."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return the names of all commands, in the order of the help.
-
-        Args:
-            context: Ignored.
-        """
+        """Return the names of all commands, in the order of the help."""
         return list(_COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """Import a command; return None for a name that is none.
-
-        Args:
-            context: Ignored.
-            name: As on the command line.
-        """
+        """Import a command; return None for a name that is none."""
         if name not in _COMMANDS:
             return None
         command = importlib.import_module(f"dcp_mem.cli.{name}").command
@@ -69,12 +60,7 @@ class Commands(click.Group):
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands into the help.
-
-        Args:
-            context: Ignored.
-            formatter: Writes the help.
-        """
+        """Write the list of commands into the help."""
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
@@ -82,11 +68,6 @@ class Commands(click.Group):
         """Run a command, and end the process with its exit code.
 
         The codes are 0, 1 (something is wrong), 2 (wrong usage) and 3 (storage can't be used).
-
-        Args:
-            args: The command line; by default this process's.
-            more: As in click.
-            options: As in click.
         """
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:

@@ -26,28 +26,17 @@ INTERACTIVE_RETRIES = RetryPolicy(tries=4, longest_pause_seconds=4.0, deadline_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions:
-    """The values of the options that all commands have in common.
-
-    Attributes:
-        screen: The command's output.
-        root: The job's URL or directory; None where there is none.
-        memory_root: As given; None for the default.
-        job: As given; None for the name that is made from the root.
-        storage_options: For the storage; not in repr, because they may hold secrets.
-    """
+    """The values of the options that all commands have in common."""
 
     screen: Screen
-    root: str | None
+    root: str | None  # the job's URL or directory; None where there is none
     memory_root: str | None
-    job: str | None
+    job: str | None  # as given; None for the name that is made from the root
+    # for the storage; not in repr, because they may hold secrets
     storage_options: dict[str, Any] = field(repr=False)
 
     def settings(self) -> Settings:
-        """Return the settings of the job that is meant.
-
-        Raises:
-            ConfigError: Neither a root nor a job is given.
-        """
+        """Return the settings of the job that is meant."""
         if self.root is None and self.job is None:
             raise ConfigError(
                 "say which job: give its ROOT on storage, or --job and nothing else for one that "
@@ -62,34 +51,21 @@ class CommonOptions:
 
 
 def open_job_storage(chosen: Settings) -> Storage | None:
-    """Open the job's storage; return None for a job without a URL.
-
-    Args:
-        chosen: The job's settings.
-    """
+    """Open the job's storage; return None for a job without a URL."""
     if chosen.url is None:
         return None
     return open_storage(chosen.url, chosen.storage_options, INTERACTIVE_RETRIES)
 
 
 def searched_places(chosen: Settings) -> str:
-    """Return where a job's checkpoints are looked for, for messages.
-
-    Args:
-        chosen: The job's settings.
-    """
+    """Return where a job's checkpoints are looked for, for messages."""
     return f"memory (job {chosen.job})" + (f" and {chosen.url}" if chosen.url else "")
 
 
 def repeating(
     what: str, shortest_seconds: float
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command that looks again and again the options --every (`seconds`) and --times.
-
-    Args:
-        what: What --times counts, for its help.
-        shortest_seconds: The shortest pause.
-    """
+    """Give a command that looks again and again the options --every (`seconds`) and --times."""
 
     def decorate(act: Callable[..., Any]) -> Callable[..., Any]:
         every = click.option(
@@ -112,13 +88,7 @@ def repeating(
 def subcommand(
     name: str, help_text: str, *, needs_root: bool = True
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a command of a function that takes `CommonOptions` and its own options.
-
-    Args:
-        name: The command.
-        help_text: Its help: a line, paragraphs, and examples behind "Examples:".
-        needs_root: Whether ROOT must be given.
-    """
+    """Make a command of a function that takes `CommonOptions` and its own options."""
 
     def decorate(act: Callable[..., Any]) -> click.Command:
         run = functools.wraps(act)(functools.partial(_run, act))
@@ -199,14 +169,7 @@ def _logging(is_all: bool) -> Iterator[None]:
 
 
 def parse_storage_options(given: tuple[str, ...]) -> dict[str, Any]:
-    """Return options for the storage from texts KEY=VALUE, where VALUE may be JSON.
-
-    Args:
-        given: As on the command line.
-
-    Raises:
-        ConfigError: A text isn't of that form.
-    """
+    """Return options for the storage from texts KEY=VALUE, where VALUE may be JSON."""
     options: dict[str, Any] = {}
     for one in given:
         key, separator, text = one.partition("=")

@@ -37,18 +37,7 @@ Examples:
 @click.option("--why", metavar="TEXT", help="The reason, for people.")
 @click.option("--undo", is_flag=True, help="Take the mark back.")
 def command(common: CommonOptions, checkpoint_id: str, why: str | None, undo: bool) -> int:
-    """Mark the checkpoint, or take its mark back.
-
-    Args:
-        common: The options that all commands have.
-        checkpoint_id: A step, or a checkpoint's name or save id.
-        why: The reason, for people.
-        undo: Whether to take the mark back.
-
-    Raises:
-        UsageError: There is neither `why` nor `undo`, or both.
-        ConfigError: A checkpoint of that name can't be marked, or isn't.
-    """
+    """Mark the checkpoint, or take its mark back."""
     settings = common.settings()
     if undo == bool(why):
         raise click.UsageError("give either --why TEXT or --undo")

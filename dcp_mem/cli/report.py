@@ -41,15 +41,7 @@ Examples:
     help="The file to write; - for standard output.",
 )
 def command(common: CommonOptions, output: str) -> int:
-    """Write the page and print the totals; return 1 if nothing is known of the job.
-
-    Args:
-        common: The options that all commands have.
-        output: The file to write; - for standard output.
-
-    Raises:
-        ConfigError: Both the page and JSON would go to standard output.
-    """
+    """Write the page and print the totals; return 1 if nothing is known of the job."""
     settings = common.settings()
     if output == "-" and common.screen.is_json:
         raise ConfigError("--json answers on standard output too: give -o FILE")

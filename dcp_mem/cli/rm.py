@@ -33,15 +33,11 @@ Examples:
 
 @dataclass(frozen=True, slots=True)
 class _Removed:
-    """The result of removing the checkpoints under one name.
-
-    Attributes:
-        kept: Why it is still there; "" if it is gone.
-    """
+    """The result of removing the checkpoints under one name."""
 
     name: str
     freed_nbytes: int
-    kept: str
+    kept: str  # why it is still there; "" if it is gone
 
 
 @subcommand("rm", _HELP)
@@ -53,14 +49,7 @@ class _Removed:
     help="Also remove the newest durable checkpoint, and what is being read from storage.",
 )
 def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool) -> int:
-    """Remove the checkpoints; return 1 if one stays.
-
-    Args:
-        common: The options that all commands have.
-        ids: The checkpoints' names or save ids.
-        yes: Whether to go ahead without asking.
-        force: Whether to remove the newest durable one, and one that is being read, as well.
-    """
+    """Remove the checkpoints; return 1 if one stays."""
     settings = common.settings()
     known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
     wanted = {one.name for one in find_all(known, ids, searched_places(settings))}

@@ -49,10 +49,6 @@ class Screen:
     """The output of a command: text for people, or one JSON object.
 
     With `is_json`, only `answer` prints; else all methods but `answer` do.
-
-    Args:
-        is_json: Whether the answer is one JSON object, and nothing else is printed.
-        no_color: Whether to do without colours.
     """
 
     def __init__(self, *, is_json: bool, no_color: bool) -> None:
@@ -64,20 +60,12 @@ class Screen:
         """Print the facts as one JSON object, at once: programs read along.
 
         JSON has no NaN and no infinity; they are null.
-
-        Args:
-            facts: The object's fields.
         """
         if self.is_json:
             print(json.dumps(_plain(facts), allow_nan=False), flush=True)
 
     def line(self, text: str | Text = "", style: str = "") -> None:
-        """Print a line.
-
-        Args:
-            text: What to print.
-            style: As in rich; ignored for a `Text`, which has its own.
-        """
+        """Print a line."""
         if self.is_json:
             return
         found = text if isinstance(text, Text) else Text(shown(text), style)
@@ -87,11 +75,7 @@ class Screen:
             self._console.file.write("\n".join(map(_wrapped, found.plain.split("\n"))) + "\n")
 
     def note(self, text: str) -> None:
-        """Print a remark that isn't part of the answer on stderr.
-
-        Args:
-            text: The remark.
-        """
+        """Print a remark that isn't part of the answer on stderr."""
         if not self.is_json:
             self._errors.print(Text(shown(text), "dim"), soft_wrap=True)
 
@@ -101,9 +85,6 @@ class Screen:
 
         A terminal shows it with the seconds meanwhile; elsewhere a line says it once it has taken
         long.
-
-        Args:
-            what: What is done inside, for people.
         """
         if self.is_json:
             yield
@@ -124,12 +105,7 @@ class Screen:
             self.note(f"{what} took {seconds:.0f} s")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-        """Print rows below their headings, without the columns that are empty.
-
-        Args:
-            columns: Headings; one that begins with ">" aligns its column to the right.
-            rows: A cell for each column.
-        """
+        """Print rows below their headings, without the columns that are empty."""
         if not self.is_json and rows:
             self._print(table_of(columns, rows, is_wrapped=not self._console.is_terminal))
 
@@ -162,11 +138,7 @@ class Screen:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Bytes]:
-        """Show a bar of bytes on stderr, if that is a terminal.
-
-        Args:
-            what: What is under way, for people.
-        """
+        """Show a bar of bytes on stderr, if that is a terminal."""
         progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -183,32 +155,18 @@ class Screen:
 
 
 class Bytes:
-    """A progress bar of bytes.
-
-    Args:
-        progress: The display that the bar belongs to.
-        what: What is under way, for people.
-    """
+    """A progress bar of bytes."""
 
     def __init__(self, progress: Progress, what: str) -> None:
         self._progress = progress
         self._task = progress.add_task(shown(what), total=None, moved="")
 
     def expect(self, what: str, nbytes: int) -> None:
-        """Start the bar again.
-
-        Args:
-            what: What stands before the bar.
-            nbytes: The bytes to come.
-        """
+        """Start the bar again."""
         self._progress.reset(self._task, description=shown(what), total=nbytes, moved="")
 
     def add(self, nbytes: int) -> None:
-        """Move the bar on by so many bytes.
-
-        Args:
-            nbytes: Bytes since the last call.
-        """
+        """Move the bar on by so many bytes."""
         self._progress.advance(self._task, nbytes)
         task = self._progress.tasks[0]
         self._progress.update(self._task, moved=transfer_text(task.completed, task.total, None))
@@ -217,13 +175,7 @@ class Bytes:
 def table_of(
     columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, is_wrapped: bool = False
 ) -> Table:
-    """Return the table that `Screen.table` prints.
-
-    Args:
-        columns: Headings; one that begins with ">" aligns its column to the right.
-        rows: A cell for each column.
-        is_wrapped: Whether any column may be wrapped, the widest first; else only the last.
-    """
+    """Return the table that `Screen.table` prints."""
     used = [number for number in range(len(columns)) if any(len(row[number]) for row in rows)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number in used:
@@ -259,31 +211,19 @@ def _wrapped(line: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return text that is safe to print: names come from storage, and could steer a terminal.
-
-    Args:
-        text: Any text.
-    """
+    """Return text that is safe to print: names come from storage, and could steer a terminal."""
     return "".join(
         one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text
     )
 
 
 def size(nbytes: int) -> str:
-    """Return a size for people.
-
-    Args:
-        nbytes: The size in bytes.
-    """
+    """Return a size for people."""
     return gib(nbytes)
 
 
 def age(moment: float) -> str:
-    """Return how long ago a moment was, for people; "" where it isn't known.
-
-    Args:
-        moment: Seconds since the epoch; 0 where it isn't known.
-    """
+    """Return how long ago a moment was, for people; "" where it isn't known."""
     if not moment:
         return ""
     seconds = time.time() - moment
@@ -294,20 +234,12 @@ def age(moment: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Return a moment in local time, for people.
-
-    Args:
-        seconds: Seconds since the epoch; 0 where it isn't known.
-    """
+    """Return a moment in local time, for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "unknown"
 
 
 def state(checkpoint: CheckpointStatus) -> Text:
-    """Return a checkpoint's state for people, coloured.
-
-    Args:
-        checkpoint: What is known of the checkpoint.
-    """
+    """Return a checkpoint's state for people, coloured."""
     if checkpoint.problem:
         return Text("damaged", "bold red")
     if checkpoint.rejected:
@@ -316,32 +248,19 @@ def state(checkpoint: CheckpointStatus) -> Text:
 
 
 def colored(state: State, more: str = "") -> Text:
-    """Return a state in its colour.
-
-    Args:
-        state: The state.
-        more: Text to put behind it.
-    """
+    """Return a state in its colour."""
     return Text(state.value + more, _COLORS.get(state, ""))
 
 
 def problem(checkpoint: CheckpointStatus) -> Text:
-    """Return what is wrong with a checkpoint; "" if nothing.
-
-    Args:
-        checkpoint: What is known of the checkpoint.
-    """
+    """Return what is wrong with a checkpoint; "" if nothing."""
     if checkpoint.rejected and not checkpoint.problem:
         return Text(shown(checkpoint.rejected), "yellow")
     return Text(shown(checkpoint.problem or checkpoint.error), "red")
 
 
 def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
-    """Return a checkpoint as it is in JSON.
-
-    Args:
-        checkpoint: What is known of the checkpoint.
-    """
+    """Return a checkpoint as it is in JSON."""
     return {
         "name": checkpoint.name,
         "save_id": checkpoint.save_id,

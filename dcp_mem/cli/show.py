@@ -42,13 +42,7 @@ _MOST = 40
     help=f"List everything, not only the first {_MOST} of each kind.",
 )
 def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
-    """Print what the checkpoint consists of.
-
-    Args:
-        common: The options that all commands have.
-        checkpoint_id: A checkpoint's name or save id.
-        is_all: Whether to list everything, not only the first of each kind.
-    """
+    """Print what the checkpoint consists of."""
     settings = common.settings()
     checkpoint = find_one(
         settings,

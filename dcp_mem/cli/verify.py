@@ -42,12 +42,7 @@ _MOST = 20
 @subcommand("verify", _HELP)
 @click.argument("checkpoint_id", metavar="[ID]", required=False)
 def command(common: CommonOptions, checkpoint_id: str | None) -> int:
-    """Print a verdict for each checkpoint and place, and all damages; return 1 if there are any.
-
-    Args:
-        common: The options that all commands have.
-        checkpoint_id: A checkpoint's name or save id; None for all checkpoints.
-    """
+    """Print a verdict for each checkpoint and place, and all damages; return 1 if there are any."""
     settings = common.settings()
     screen = common.screen
     with screen.stage("looking for checkpoints"):

@@ -36,29 +36,20 @@ Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A job at this moment.
-
-    Attributes:
-        durable: The checkpoint that became durable last, and when; None where there is none.
-    """
+    """A job at this moment."""
 
     name: str
     is_live: bool
     nbytes: int
     checkpoints: tuple[CheckpointStatus, ...]
+    # the checkpoint that became durable last, and when; None where there is none
     durable: tuple[str, float] | None
 
 
 @subcommand("watch", _HELP, needs_root=False)
 @repeating("looks", shortest_seconds=0.1)
 def command(common: CommonOptions, seconds: float, times: int | None) -> int:
-    """Print the jobs in memory again and again.
-
-    Args:
-        common: The options that all commands have.
-        seconds: The pause between two looks.
-        times: How many looks; None for no end.
-    """
+    """Print the jobs in memory again and again."""
     root = memory_root_path(common.memory_root)
     wanted = None if common.root is None and common.job is None else common.settings()
     speeds = _Speeds()

@@ -27,9 +27,7 @@ def listening_socket() -> socket.socket:
     separated by commas). Without the variable, it is the address of this machine's name; where that
     is no address of this machine, it is the loopback address.
 
-    Raises:
-        RuntimeError: The variable names no interface that has an address.
-        OSError: There is no free port, or this process has too many open files.
+    Raises RuntimeError, OSError.
     """
     names = os.environ.get(_VARIABLE, "")
     for host in _addresses_of_interfaces(names) if names else _addresses_of_this_machine():
@@ -46,11 +44,7 @@ def listening_socket() -> socket.socket:
 def check_open_files(ranks: int) -> None:
     """Check that this process may open the sockets that a rank needs.
 
-    Args:
-        ranks: The number of ranks.
-
-    Raises:
-        RuntimeError: The limit of open files leaves too few.
+    Raises RuntimeError.
     """
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
@@ -65,11 +59,7 @@ def check_open_files(ranks: int) -> None:
 
 
 def is_out_of_files(error: OSError) -> bool:
-    """Return whether an error says that this process, or this machine, has too many open files.
-
-    Args:
-        error: Of a call that opens a socket.
-    """
+    """Return whether an error says that this process, or this machine, has too many open files."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
@@ -97,11 +87,7 @@ def _addresses_of_interfaces(names: str) -> Iterator[str]:
 
 
 def addresses_of_interface(name: str) -> Iterator[str]:
-    """Yield an interface's addresses; none where there is no such interface.
-
-    Args:
-        name: Of the interface.
-    """
+    """Yield an interface's addresses; none where there is no such interface."""
     yield from _ipv4_addresses(name)
     yield from _ipv6_addresses(name)
 

@@ -42,14 +42,10 @@ _SHARED, _OF_ONE_CALL = MARK + "is_shared", MARK + "is_of_one_call"
 @sendable
 @dataclass(frozen=True, slots=True)
 class Attempted(Generic[T]):
-    """The outcome of work on this rank: the value it returned, or the error it raised.
-
-    Attributes:
-        error: None where the work returned.
-    """
+    """The outcome of work on this rank: the value it returned, or the error it raised."""
 
     _values: tuple[T, ...] = ()
-    error: Exception | None = None
+    error: Exception | None = None  # None where the work returned
 
     @property
     def value(self) -> T:
@@ -59,11 +55,7 @@ class Attempted(Generic[T]):
         return self._values[0]
 
     def failures(self, rank: int) -> Failures:
-        """Return this rank's failure, for the other ranks; empty where the work returned.
-
-        Args:
-            rank: This rank's number.
-        """
+        """Return this rank's failure, for the other ranks; empty where the work returned."""
         return () if self.error is None else ((rank, described(self.error)),)
 
 
@@ -71,9 +63,6 @@ def attempt(act: Callable[[], T]) -> Attempted[T]:
     """Call `act`, and keep what it returns or raises.
 
     What isn't an Exception is raised at once: call this within `leaving` where other ranks wait.
-
-    Args:
-        act: The work; it makes no collective call.
     """
     try:
         return Attempted((act(),))
@@ -86,13 +75,6 @@ def attempt_or_log(what: str, act: Callable[[], T]) -> T | None:
     """Call `act` behind the last vote of a call; log what it raises.
 
     The other ranks may have returned: this one must neither raise nor leave them.
-
-    Args:
-        what: Begins the line in the log.
-        act: The work; it makes no collective call.
-
-    Returns:
-        None where it raised.
     """
     done = attempt(act)
     if done.error is None:
@@ -106,9 +88,6 @@ def leaving(ranks: Ranks) -> Iterator[None]:
     """Leave the ranks where the block raises what isn't an Exception, such as KeyboardInterrupt.
 
     The process may live on after it, so the other ranks wouldn't notice that their call is in vain.
-
-    Args:
-        ranks: The ranks that make the same calls in the block.
     """
     try:
         yield
@@ -126,8 +105,7 @@ def leaving_on_error(ranks: Ranks) -> Iterator[None]:
     An error that all ranks know has ended their calls as well. A rank that left them all the same
     would break their next call.
 
-    Args:
-        ranks: The ranks that make the same calls in the block, or behind it.
+    `ranks`: the ranks that make the same calls in the block, or behind it.
     """
     try:
         yield
@@ -141,9 +119,6 @@ def is_shared(error: BaseException) -> bool:
     """Return whether all ranks have been told of an error, and raise as well.
 
     A RankFailed is what the other ranks' failures are raised as, or ends a group that has broken.
-
-    Args:
-        error: As this rank raises it.
     """
     return isinstance(error, RankFailed) or was_voted_on(error)
 
@@ -152,19 +127,12 @@ def was_voted_on(error: BaseException) -> bool:
     """Return whether every rank raises because of an error, each in the same step.
 
     A rank whose connection has broken raises a RankFailed that nobody has voted on.
-
-    Args:
-        error: As this rank raises it.
     """
     return bool(getattr(error, _SHARED, False))
 
 
 def is_of_one_call(error: BaseException) -> bool:
-    """Return whether the ranks that raise an error are in one call, as far as is known.
-
-    Args:
-        error: As this rank raises it.
-    """
+    """Return whether the ranks that raise an error are in one call, as far as is known."""
     return bool(getattr(error, _OF_ONE_CALL, True))
 
 
@@ -173,10 +141,8 @@ def known_to_all(error: E, *, is_of_one_call: bool = True) -> E:
 
     Without the mark, each rank would leave the others, who may be in their next call already.
 
-    Args:
-        error: What every rank raises here, whatever its type on each.
-        is_of_one_call: False where the ranks may have met from different calls, as when threads
-            save in another order on each rank. They mustn't wait for each other any more.
+    `is_of_one_call`: False where the ranks may have met from different calls, as when threads save
+    in another order on each rank. They mustn't wait for each other any more.
     """
     _mark(error, is_shared=True)
     if not is_of_one_call:
@@ -190,11 +156,7 @@ def _mark(error: Exception, *, is_shared: bool) -> Exception:
 
 
 def described(error: BaseException) -> str:
-    """Return an error's type and text, for the other ranks.
-
-    Args:
-        error: Of any type.
-    """
+    """Return an error's type and text, for the other ranks."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # an error's text is the work of whoever defined it
@@ -202,26 +164,14 @@ def described(error: BaseException) -> str:
 
 
 def joined(first: Failures, second: Failures) -> Failures:
-    """Join the failures of two sets of ranks, in any order; keep the first few ranks' only.
-
-    Args:
-        first: Failures of some ranks.
-        second: Failures of others.
-    """
+    """Join the failures of two sets of ranks, in any order; keep the first few ranks' only."""
     return tuple(sorted(first + second)[:_MOST_FAILURES])
 
 
 def raise_together(what: str, failures: Failures, own: Exception | None = None) -> None:
     """Raise on this rank if any rank has failed.
 
-    Args:
-        what: What the ranks were doing, for the text of the error.
-        failures: Of all ranks, joined.
-        own: What failed on this rank.
-
-    Raises:
-        Exception: The own error, where there is one.
-        RankFailed: Another rank has failed.
+    `what`: what the ranks were doing, for the text of the error. Raises Exception, RankFailed.
     """
     if own is not None:
         raise _mark(own, is_shared=True)
@@ -232,14 +182,8 @@ def raise_together(what: str, failures: Failures, own: Exception | None = None) 
 def on_all_ranks(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
     """Act on every rank; return this rank's result once all ranks have one.
 
-    Args:
-        ranks: The ranks, which all call this.
-        what: What is attempted, for the text of the error ("publishing step-100").
-        act: This rank's work. It must not talk to other ranks.
-
-    Raises:
-        Exception: What this rank's work raised, whatever became of the other ranks.
-        RankFailed: Another rank's work has failed, or a rank is gone.
+    `what`: what is attempted, for the text of the error ("publishing step-100"). `act`: this rank's
+    work. It must not talk to other ranks. Raises Exception, RankFailed.
     """
     with leaving(ranks):
         own = attempt(act)
@@ -256,14 +200,7 @@ def on_all_ranks(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
 def on_rank_0(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
     """Act on rank 0 alone; return its result on every rank.
 
-    Args:
-        ranks: The ranks, which all call this.
-        what: What is attempted, for the text of the error.
-        act: Rank 0's work. Its result can be sent (`common.sendable`).
-
-    Raises:
-        RankFailed: The work has failed, on all ranks alike; on rank 0, with its error as the cause.
-            Or a rank is gone.
+    Raises RankFailed.
     """
     return _broadcast(ranks, what, _on_rank_0(ranks, act))
 
@@ -273,16 +210,8 @@ def from_all_ranks(
 ) -> R:
     """Act on every rank and decide on rank 0; return the decision on every rank.
 
-    Args:
-        ranks: The ranks, which all call this.
-        what: What is attempted, for the text of the error.
-        act: This rank's work. Its result can be sent (`common.sendable`).
-        decide: Makes the decision from all ranks' results, by rank; called on rank 0, and only if
-            no rank has failed. The decision can be sent as well.
-
-    Raises:
-        Exception: What this rank's work raised, whatever became of the other ranks.
-        RankFailed: Another rank's work, or the decision, has failed, or a rank is gone.
+    `decide`: makes the decision from all ranks' results, by rank; called on rank 0, and only if no
+    rank has failed. The decision can be sent as well. Raises Exception, RankFailed.
     """
     with leaving(ranks):
         own = attempt(act)

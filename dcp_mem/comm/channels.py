@@ -39,14 +39,8 @@ class GlooChannel:
     ) -> None:
         """Connect, and return once the other rank has connected too.
 
-        Args:
-            store: Where these two ranks meet, and no others.
-            is_sender: Whether this rank is the channel's first one.
-            seconds: How long a message may wait.
-            on_silence: Called where a wait for the other rank has taken that long, in vain.
-
-        Raises:
-            RuntimeError: The other rank doesn't come.
+        `on_silence`: called where a wait for the other rank has taken that long, in vain. Raises
+        RuntimeError.
         """
         self._peer = 1 if is_sender else 0
         self._patience = _Patience(seconds, on_silence)
@@ -62,25 +56,16 @@ class GlooChannel:
     def send(self, data: Any) -> _PendingMessage:
         """Begin to send the bytes of a buffer.
 
-        Args:
-            data: A buffer, left alone until the message is sent.
+        `data`: a buffer, left alone until the message is sent.
         """
         return self._pending(self._open_group().send([_tensor(data)], self._peer, _TAG))
 
     def receive(self, data: Any) -> _PendingMessage:
-        """Begin to receive bytes into a buffer.
-
-        Args:
-            data: A writable buffer of the message's length.
-        """
+        """Begin to receive bytes into a buffer."""
         return self._pending(self._open_group().recv([_tensor(data)], self._peer, _TAG))
 
     def registered(self, memory: Any) -> AbstractContextManager[None]:
-        """Do nothing: sockets take any memory.
-
-        Args:
-            memory: A buffer.
-        """
+        """Do nothing: sockets take any memory."""
         return nullcontext()
 
     def close(self) -> None:

@@ -36,16 +36,11 @@ class Frame(NamedTuple):
 class ControlLine:
     """One rank's end of the connection.
 
-    Attributes:
-        is_over: Whether the peer has closed its end, or is gone; frames may still be there to take.
+    `is_over`: whether the peer has closed its end, or is gone; frames may still be there to take.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over a connection.
-
-        Args:
-            connection: Closed with the line.
-        """
+        """Take over a connection."""
         connection.setblocking(False)
         self._connection = connection
         self._outgoing = deque[memoryview]()
@@ -60,11 +55,7 @@ class ControlLine:
         return bool(self._outgoing)
 
     def send(self, frame: Frame) -> None:
-        """Send a frame as far as there is room; `flush` sends the rest.
-
-        Args:
-            frame: Its body is not copied.
-        """
+        """Send a frame as far as there is room; `flush` sends the rest."""
         head = _HEAD.pack(frame.kind, frame.number, len(frame.body))
         self._outgoing += [memoryview(head), *([memoryview(frame.body)] if frame.body else [])]
         self.flush()
@@ -88,8 +79,7 @@ class ControlLine:
     def frames(self) -> Iterator[Frame]:
         """Yield the frames that have come.
 
-        Raises:
-            RuntimeError: These are no frames.
+        Raises RuntimeError.
         """
         self._receive()
         start = 0
@@ -120,8 +110,7 @@ class ControlLine:
     def wait(self, seconds: float) -> None:
         """Return when there is something to read, room for what waits, or the time is over.
 
-        Args:
-            seconds: The most that this takes; several threads may wait.
+        `seconds`: the most that this takes; several threads may wait.
         """
         self._waiters += 1
         try:
@@ -153,13 +142,7 @@ class ControlLine:
 def dialled(address: tuple[str, int], token: bytes, deadline: float) -> socket.socket:
     """Return a connection to a peer that listens, and has proved that it is of this job.
 
-    Args:
-        address: Where it listens.
-        token: What it expects.
-        deadline: Until when to wait, in seconds of the monotonic clock.
-
-    Raises:
-        RuntimeError: It can't be reached.
+    `deadline`: until when to wait, in seconds of the monotonic clock. Raises RuntimeError.
     """
     try:
         connection = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
@@ -175,12 +158,7 @@ def dialled(address: tuple[str, int], token: bytes, deadline: float) -> socket.s
 def accepted(door: Door, deadline: float) -> socket.socket:
     """Return the first connection that greets as one of this job.
 
-    Args:
-        door: Where the peer dials.
-        deadline: Until when to wait, in seconds of the monotonic clock.
-
-    Raises:
-        RuntimeError: None comes in time, or none can be accepted.
+    `deadline`: until when to wait, in seconds of the monotonic clock. Raises RuntimeError.
     """
     while (left := deadline - time.monotonic()) > 0:
         try:

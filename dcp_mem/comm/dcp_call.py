@@ -43,52 +43,30 @@ _PLANNING_VARIABLES = frozenset({"distW", "planner", "state_dict"})
 
 @dataclass(frozen=True, slots=True)
 class DcpCall:
-    """The ranks that take part in a call.
-
-    Attributes:
-        ranks: All of them.
-        rank: This rank's number, as DCP counts for this call; files are named by it.
-    """
+    """The ranks that take part in a call."""
 
     ranks: Ranks
-    rank: int
+    rank: int  # this rank's number, as DCP counts for this call; files are named by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningCall:
-    """The planning step of a `dcp.save` or `dcp.load`, on the stack of this thread.
+    """The planning step of a `dcp.save` or `dcp.load`, on the stack of this thread."""
 
-    Attributes:
-        planner: DCP's planner, which nobody has asked for anything yet.
-        state_dict: To be saved, or loaded into.
-        uses_collectives: Whether the ranks plan together.
-        is_coordinator: Whether this rank joins the plans.
-        has_usual_coordinator: Whether rank 0 does.
-        exchanges: Between the ranks, at the end of each step.
-    """
-
-    planner: Any
+    planner: Any  # DCP's planner, which nobody has asked for anything yet
     state_dict: dict[str, Any]
     uses_collectives: bool
     is_coordinator: bool
-    has_usual_coordinator: bool
-    exchanges: DcpExchanges
+    has_usual_coordinator: bool  # whether rank 0 does
+    exchanges: DcpExchanges  # between the ranks, at the end of each step
     _frame: FrameType
 
     def replace_planner(self, planner: Any) -> None:
-        """Have DCP go on with another planner. The first one isn't touched.
-
-        Args:
-            planner: Answers all that DCP asks a planner from here on.
-        """
+        """Have DCP go on with another planner. The first one isn't touched."""
         _assign(self._frame, "planner", planner)
 
     def replace_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have DCP go on with another state dict.
-
-        Args:
-            state_dict: To be saved.
-        """
+        """Have DCP go on with another state dict."""
         _assign(self._frame, "state_dict", state_dict)
 
 
@@ -102,15 +80,7 @@ def _assign(frame: FrameType, name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingCall:
-    """A `dcp.async_save` that stages: what it will save by.
-
-    Attributes:
-        planner: As given to it.
-        process_group: As given to it.
-        is_alone: Whether this rank saves alone.
-        uses_collectives: Whether the ranks save together.
-        is_in_process: Whether another process saves what is staged.
-    """
+    """A `dcp.async_save` that stages: what it will save by."""
 
     planner: Any
     process_group: dist.ProcessGroup | None
@@ -122,11 +92,7 @@ class StagingCall:
 def staging_call(storage: Any) -> StagingCall | None:
     """Return the `dcp.async_save` that has just called a writer's `stage`.
 
-    Args:
-        storage: The writer, which both stages and saves.
-
-    Returns:
-        None for any other caller, or where this torch saves in a way that isn't known.
+    Returns None for any other caller, or where this torch saves in a way that isn't known.
     """
     if not can_save_staged():
         return None
@@ -185,11 +151,7 @@ def over_when_left() -> Callable[[], bool]:
 
 
 def is_sending(thread: int) -> bool:
-    """Return whether a thread sends a save to DCP's other process, or waits for the answer.
-
-    Args:
-        thread: By its number.
-    """
+    """Return whether a thread sends a save to DCP's other process, or waits for the answer."""
     return _is_sending(sys._current_frames().get(thread))
 
 
@@ -212,11 +174,7 @@ def _has_left(wrapper: weakref.ref[Any], thread: int, number: int) -> bool:
 def planning_call(storage: Any) -> PlanningCall | None:
     """Return the planning step of DCP that has just called a writer or a reader.
 
-    Args:
-        storage: The writer or reader that DCP has called.
-
-    Returns:
-        None where the caller isn't DCP, or plans in a way that isn't known.
+    Returns None where the caller isn't DCP, or plans in a way that isn't known.
     """
     for frame in _calling_frames():
         code = frame.f_code
@@ -247,14 +205,8 @@ def dcp_call(
 ) -> DcpCall:
     """Return the running `dcp.save` or `dcp.load`; outside of one, a call over `process_group`.
 
-    Args:
-        process_group: As given to our constructor; None for the default group.
-        purpose: Who uses the ranks; each purpose has a group of its own.
-        method: As for `ranks_of`.
-
-    Raises:
-        ConfigError: DCP runs the call over other ranks.
-        RankFailed: A rank has left the call already.
+    `process_group`: as given to our constructor; None for the default group. `purpose`: who uses
+    the ranks; each purpose has a group of its own. Raises ConfigError, RankFailed.
     """
     wrapper = _calling_wrapper()
     if wrapper is None:
@@ -277,14 +229,8 @@ def direct_call(
 ) -> DcpCall:
     """Return a call of dcp_mem's own, over `process_group` or by this rank alone.
 
-    Args:
-        process_group: None for the default group.
-        no_dist: This rank is alone.
-        purpose: Who uses the ranks; each purpose has a group of its own.
-        method: As for `ranks_of`.
-
-    Raises:
-        RankFailed: A rank has left the call already.
+    `process_group`: None for the default group. `purpose`: who uses the ranks; each purpose has a
+    group of its own. Raises RankFailed.
     """
     ranks = SingleRank() if no_dist else ranks_of(process_group, purpose, method)
     return DcpCall(ranks, ranks.rank)
@@ -309,11 +255,7 @@ def global_metadata() -> Metadata | None:
 
 
 def variable_of_call(is_wanted: Callable[[Any], bool]) -> Any:
-    """Return a variable of the functions that this one was called from; None where there is none.
-
-    Args:
-        is_wanted: Tells the variable by its value.
-    """
+    """Return a variable of the functions that called this one; None where there is none."""
     values = (value for frame in _calling_frames() for value in frame.f_locals.values())
     return next(filter(is_wanted, values), None)
 

@@ -27,12 +27,7 @@ from dcp_mem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The storage that a DCP call uses, and the checkpoint's name there.
-
-    Attributes:
-        storage: The writer or the reader.
-        checkpoint_id: What it calls the checkpoint.
-    """
+    """The storage that a DCP call uses, and the checkpoint's name there."""
 
     storage: StorageWriter | StorageReader
     checkpoint_id: str
@@ -57,16 +52,9 @@ class _Replaced:
 def install(choose: Choose, serve_ranks: ServeRanks) -> Callable[[], bool]:
     """Have DCP ask a function what calls without a writer or reader go through.
 
-    Args:
-        choose: Asked in the caller's thread, or in that of an asynchronous save.
-        serve_ranks: Asked where the program starts ranks by `torch.multiprocessing`.
-
-    Returns:
-        Puts torch's functions back. It returns False where somebody else has replaced one of ours
-        meanwhile: that one stays in place, and goes on asking.
-
-    Raises:
-        ConfigError: This torch chooses writers and readers in another way.
+    `choose`: asked in the caller's thread, or in that of an asynchronous save. Returns puts torch's
+    functions back. It returns False where somebody else has replaced one of ours meanwhile: that
+    one stays in place, and goes on asking. Raises ConfigError.
     """
     try:
         setups = (state_dict_saver._storage_setup, state_dict_loader._storage_setup)

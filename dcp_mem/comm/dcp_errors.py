@@ -28,14 +28,7 @@ def raised_as_by_dcp(
 
     KeyboardInterrupt, SystemExit and whatever else isn't an Exception is passed on as it is.
 
-    Args:
-        step: What is done, for the exception's first argument.
-        process_group: The ranks of the call; None for the default group.
-        no_dist: This rank is alone.
-        is_passed_on: Tells which errors aren't wrapped.
-
-    Raises:
-        CheckpointException: The block has failed, on this rank or on another one.
+    `process_group`: the ranks of the call; None for the default group. Raises CheckpointException.
     """
     try:
         yield
@@ -52,10 +45,6 @@ def failures_by_rank(error: Exception, rank: int) -> dict[int, Any]:
     A RankFailed stands for the errors of the ranks that it names. Each gets one of its own, since
     only the texts of errors travel; this rank's is the error itself. Any other error is this
     rank's.
-
-    Args:
-        error: What a call of all ranks has raised.
-        rank: This rank's number.
     """
     if not isinstance(error, RankFailed) or not error.failures:
         return {rank: _wrap_exception(error)}
@@ -79,13 +68,8 @@ def cause_of(
 ) -> BaseException:
     """Return the error that a CheckpointException tells of; any other error as it is.
 
-    Args:
-        error: As `dcp.save` raises it.
-        process_group: The ranks of the call; None for the default group.
-        what: The call.
-
-    Returns:
-        This rank's own error, else a RankFailed.
+    `process_group`: the ranks of the call; None for the default group. Returns this rank's own
+    error, else a RankFailed.
     """
     if not isinstance(error, CheckpointException):
         return error

@@ -33,8 +33,7 @@ class DcpExchanges:
     def __init__(self, wrapper: DistWrapper) -> None:
         """Take charge of a call's exchanges; leave them as they are for now.
 
-        Args:
-            wrapper: What DCP exchanges objects with; it belongs to this call alone.
+        `wrapper`: what DCP exchanges objects with; it belongs to this call alone.
         """
         self._wrapper = wrapper
 

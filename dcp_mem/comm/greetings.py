@@ -47,9 +47,8 @@ Address = tuple[str, int]
 class Door:
     """Where others of the job connect; strangers are sent away, and disturb nobody.
 
-    Attributes:
-        address: Host and port; whoever connects must know it by these.
-        token: What they must know besides.
+    `address`: host and port; whoever connects must know it by these. `token`: what they must know
+    besides.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -129,18 +128,8 @@ def greet(
 ) -> None:
     """Greet who listens at the address that was dialled, and wait for the proof of who it is.
 
-    Args:
-        connection: New; closed where this raises.
-        address: As it was dialled.
-        token: As who listens has told it.
-        number: Of who dials.
-        deadline: Until when to wait, in seconds of the monotonic clock.
-        look: Called each second while it waits; it may raise.
-
-    Raises:
-        TimeoutError: There was no answer by then.
-        ConnectionError: It is somebody else, or gone.
-        RuntimeError: The secret can't be read.
+    `deadline`: until when to wait, in seconds of the monotonic clock. Raises TimeoutError,
+    ConnectionError, RuntimeError.
     """
     try:
         head = number.to_bytes(_NUMBER_NBYTES, "little") + secrets.token_bytes(_NONCE_NBYTES)

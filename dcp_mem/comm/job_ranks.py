@@ -49,19 +49,12 @@ _MARGIN_SHARE, _MOST_MARGIN = 0.04, 5.0
 
 
 class _Departure(NamedTuple):
-    """Why a set of ranks is broken, as the first rank notes it that knows.
+    """Why a set of ranks is broken, as the first rank notes it that knows."""
 
-    Attributes:
-        rank: The rank that has left, or is lost.
-        why: What is known of it, for people.
-        call: The call that is in vain: its name, or its number.
-        is_lost: Whether the rank is lost; else it has left by itself.
-    """
-
-    rank: int
+    rank: int  # the rank that has left, or is lost
     why: str
-    call: str
-    is_lost: bool
+    call: str  # the call that is in vain: its name, or its number
+    is_lost: bool  # whether the rank is lost; else it has left by itself
 
 
 class JobRanks:
@@ -84,13 +77,9 @@ class JobRanks:
     ) -> None:
         """Describe the ranks; they connect with the first call.
 
-        Args:
-            rank: This rank's number in the set.
-            members: The ranks' numbers in the default group.
-            purpose: Who uses the ranks; each purpose has a group of its own.
-            store: Where the ranks meet.
-            seconds: How long an exchange may wait for other ranks, connecting to them included.
-            variable: The environment variable that sets this, for the texts of errors.
+        `purpose`: who uses the ranks; each purpose has a group of its own. `seconds`: how long an
+        exchange may wait for other ranks, connecting to them included. `variable`: the environment
+        variable that sets this, for the texts of errors.
         """
         self.rank = rank
         self.size = len(members)
@@ -207,13 +196,8 @@ class JobRanks:
         collective came later, at the end of that call, every rank now reads the same. Most calls
         have none: they are told apart by a name, or their number, which a rank that leaves notes.
 
-        Args:
-            call: The name of the call that begins, the same on all ranks and never used before; "":
-                it is numbered.
-            method: What the user has called, for texts.
-
-        Raises:
-            RankFailed: A rank has left this very call, or the store is gone or silent.
+        `call`: the name of the call that begins, the same on all ranks and never used before; "":
+        it is numbered. Raises RankFailed.
         """
         self._count += 1
         self._call = call or str(self._count)
@@ -302,8 +286,7 @@ class JobRanks:
     ) -> tuple[str, Sequence[tuple[int, str]]]:
         """Note for all ranks who is lost, and close the connections, so that all learn of it.
 
-        Returns:
-            What RankFailed says of it.
+        Returns what RankFailed says of it.
         """
         # The store's host may be the one that is lost.
         seconds = min(max(deadline - time.monotonic(), _LAST_SECONDS), _STORE_SECONDS)
@@ -387,8 +370,7 @@ def run_token() -> str:
 
     This is no collective: no rank waits for another.
 
-    Raises:
-        RankFailed: The store is gone, or silent.
+    Raises RankFailed.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return ""
@@ -413,14 +395,10 @@ def _shared_connection(default: dist.Store, seconds: float) -> dist.Store:
 def ranks_of(group: dist.ProcessGroup | None, purpose: Purpose | str, method: str = "") -> Ranks:
     """Return the ranks of a process group, on connections that this process keeps and reuses.
 
-    Args:
-        group: None for the default group.
-        purpose: Who uses the ranks. Saves and loads, and different jobs, may run at the same time
-            and must not share connections, so each purpose has its own.
-        method: What the user has called, for texts; by default what the purpose is for.
-
-    Raises:
-        RankFailed: A rank has left the call that begins here, or the store is gone or silent.
+    `group`: None for the default group. `purpose`: who uses the ranks. Saves and loads, and
+    different jobs, may run at the same time and must not share connections, so each purpose has its
+    own. `method`: what the user has called, for texts; by default what the purpose is for. Raises
+    RankFailed.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return SingleRank()
@@ -444,8 +422,7 @@ def refuse_missing_group() -> None:
 
     They would all make the same checkpoint of the same job.
 
-    Raises:
-        ConfigError: WORLD_SIZE is above 1, and there is no process group.
+    Raises ConfigError.
     """
     size = os.environ.get("WORLD_SIZE", "")
     if (dist.is_available() and dist.is_initialized()) or not size.isdecimal() or int(size) < 2:
@@ -458,12 +435,7 @@ def refuse_missing_group() -> None:
 
 
 def known_ranks(group: dist.ProcessGroup | None, purpose: Purpose | str) -> Ranks | None:
-    """Return the ranks that `ranks_of` has made before; None where it hasn't. No communication.
-
-    Args:
-        group: As for `ranks_of`.
-        purpose: As for `ranks_of`.
-    """
+    """Return the ranks that `ranks_of` has made before; None where it hasn't. No communication."""
     if not (dist.is_available() and dist.is_initialized()):
         return SingleRank()
     members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
@@ -473,11 +445,7 @@ def known_ranks(group: dist.ProcessGroup | None, purpose: Purpose | str) -> Rank
 
 
 def _forget_earlier_groups(default: dist.Store) -> None:
-    """Close what belongs to a default group that is no more: the process has been restarted within.
-
-    Args:
-        default: The store of the present default group.
-    """
+    """Close what belongs to an earlier default group: the process has been restarted within."""
     for key in [key for key in list(_ranks) if key[1] != weakref.ref(default)]:
         _ranks.pop(key).close()
 

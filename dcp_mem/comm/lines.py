@@ -19,8 +19,7 @@ class LinedChannel:
     def __init__(self, lines: Sequence[Channel]) -> None:
         """Put lines together.
 
-        Args:
-            lines: In the same order on both ranks, and new; closed with this channel.
+        `lines`: in the same order on both ranks, and new; closed with this channel.
         """
         self._lines = lines
         self._sent, self._received = _Turns(len(lines)), _Turns(len(lines))
@@ -28,26 +27,17 @@ class LinedChannel:
     def send(self, data: Any) -> PendingMessage:
         """Begin to send the bytes of a buffer.
 
-        Args:
-            data: A buffer, left alone until the message is sent.
+        `data`: a buffer, left alone until the message is sent.
         """
         return _LineMessage(self, self._lines[self._sent.next(len(data))].send(data))
 
     def receive(self, data: Any) -> PendingMessage:
-        """Begin to receive bytes into a buffer.
-
-        Args:
-            data: A writable buffer of the message's length.
-        """
+        """Begin to receive bytes into a buffer."""
         return _LineMessage(self, self._lines[self._received.next(len(data))].receive(data))
 
     @contextmanager
     def registered(self, memory: Any) -> Iterator[None]:
-        """Make memory known to all lines, for the length of a context.
-
-        Args:
-            memory: A buffer.
-        """
+        """Make memory known to all lines, for the length of a context."""
         with ExitStack() as stack:
             for line in self._lines:
                 stack.enter_context(line.registered(memory))

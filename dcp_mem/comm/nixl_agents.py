@@ -40,11 +40,7 @@ class Extent(NamedTuple):
     nbytes: int
 
     def covers(self, other: Extent) -> bool:
-        """Return whether all of another extent lies in this one.
-
-        Args:
-            other: The other extent.
-        """
+        """Return whether all of another extent lies in this one."""
         end = other.address + other.nbytes
         return self.address <= other.address and end <= self.address + self.nbytes
 
@@ -52,8 +48,7 @@ class Extent(NamedTuple):
 def extent_of(data: Any) -> Extent:
     """Return where a buffer lies.
 
-    Args:
-        data: A contiguous buffer of at least one byte.
+    `data`: a contiguous buffer of at least one byte.
     """
     array = np.frombuffer(data, np.uint8)
     return Extent(array.ctypes.data, array.nbytes)
@@ -96,8 +91,7 @@ class _Agent:
     def __init__(self) -> None:
         """Make the agent.
 
-        Raises:
-            RuntimeError: UCX can't work here.
+        Raises RuntimeError.
         """
         nixl = _api()
         self.name = secrets.token_hex(8)
@@ -112,11 +106,7 @@ class _Agent:
             return self._agent.register_memory([(*extent, 0, "")], _MEMORY)
 
     def deregister(self, registered: Any) -> None:
-        """Deregister memory of which nothing is read any more.
-
-        Args:
-            registered: As `registered` returned it.
-        """
+        """Deregister memory of which nothing is read any more."""
         with _as_runtime_error("memory can't be deregistered"):
             self._agent.deregister_memory(registered)
 
@@ -139,8 +129,7 @@ class _Agent:
 class Source(_Agent):
     """Memory that another process may read, until the source is closed.
 
-    Attributes:
-        name: Tells this source from all others.
+    `name`: tells this source from all others.
     """
 
     def __init__(self) -> None:
@@ -149,12 +138,7 @@ class Source(_Agent):
         self.kept_nbytes = 0
 
     def offer(self, extent: Extent, keep: Any) -> bytes:
-        """Let memory be read; return what the reader needs for it, once for each registration.
-
-        Args:
-            extent: The memory.
-            keep: What keeps it mapped.
-        """
+        """Let memory be read; return what the reader needs for it, once for each registration."""
         if any(known.covers(extent) for known, _ in self._extents):
             return b""
         registered = self.registered(extent)
@@ -182,13 +166,7 @@ class Sink(_Agent):
     def learn(self, source: str, described: bytes, seconds: float) -> None:
         """Take what a source said of its memory; forget an earlier source, which nothing reads.
 
-        Args:
-            source: Its name.
-            described: As `Source.offer` returned it.
-            seconds: The most that this may take.
-
-        Raises:
-            PeerSilent: It takes longer; the sink is good for nothing then but to be closed.
+        Raises PeerSilent.
         """
         if source == self._source:  # is connected
             with _as_runtime_error("NIXL can't take the sender's memory"):
@@ -206,13 +184,7 @@ class Sink(_Agent):
             _in_time(connect, seconds)
 
     def read(self, own: Extent, remote: Extent, is_registered: bool) -> Read:
-        """Begin to read.
-
-        Args:
-            own: The memory that is filled.
-            remote: What is read, of the source that spoke last.
-            is_registered: Whether this sink has registered `own`, or memory around it.
-        """
+        """Begin to read."""
         return Read(self, self._agent, self._source, own, remote, is_registered)
 
 
@@ -256,8 +228,7 @@ class Read:
     def is_done(self) -> bool:
         """Make progress; return whether all bytes have come.
 
-        Raises:
-            RuntimeError: The bytes don't come.
+        Raises RuntimeError.
         """
         if self._state == "PROC":
             with _as_runtime_error("reading the sender's memory"):

@@ -46,10 +46,7 @@ class NixlChannel:
     ) -> None:
         """Take over a connection between the two ranks.
 
-        Args:
-            line: The connection.
-            seconds: How long a message may wait.
-            on_silence: Called where a wait for the other rank has taken that long, in vain.
+        `on_silence`: called where a wait for the other rank has taken that long, in vain.
         """
         self._line, self._seconds, self._on_silence = line, seconds, on_silence
         self._guard = threading.RLock()
@@ -67,12 +64,7 @@ class NixlChannel:
         _all_channels.add(self)
 
     def be_patient(self, seconds: float, on_silence: Callable[[], None]) -> None:
-        """Wait for this long from now on.
-
-        Args:
-            seconds: As for a new channel.
-            on_silence: As for a new channel.
-        """
+        """Wait for this long from now on."""
         self._seconds, self._on_silence = seconds, on_silence
 
     # -- the channel's users -----------------------------------------------------------------------
@@ -80,8 +72,7 @@ class NixlChannel:
     def send(self, data: Any) -> _Message:
         """Begin to send the bytes of a buffer.
 
-        Args:
-            data: A buffer, left alone until the message is sent.
+        `data`: a buffer, left alone until the message is sent.
         """
         view = memoryview(data).cast("B")
         with self._guard:
@@ -98,11 +89,7 @@ class NixlChannel:
             return message
 
     def receive(self, data: Any) -> _Message:
-        """Begin to receive bytes into a buffer.
-
-        Args:
-            data: A writable buffer of the message's length.
-        """
+        """Begin to receive bytes into a buffer."""
         message = _Incoming(self, memoryview(data).cast("B"))
         with self._guard:
             if not self._failure:
@@ -111,11 +98,7 @@ class NixlChannel:
 
     @contextmanager
     def registered(self, memory: Any) -> Iterator[None]:
-        """Register memory with the network card for the length of a context.
-
-        Args:
-            memory: A buffer.
-        """
+        """Register memory with the network card for the length of a context."""
         if not len(memory):
             yield
             return
@@ -142,11 +125,7 @@ class NixlChannel:
     def wait_for(self, message: _Message) -> None:
         """Make progress until a message is done.
 
-        Args:
-            message: Of this channel.
-
-        Raises:
-            RuntimeError: The channel is broken, or closed, or the peer is silent for too long.
+        Raises RuntimeError.
         """
         deadline, pause = time.monotonic() + self._seconds, _FIRST_PAUSE
         while True:

@@ -35,11 +35,7 @@ class Notices:
     with earlier ones. There are two connections to the store: one is for `next`, which belongs to
     one thread; the other methods share the other one, one call at a time.
 
-    Args:
-        purpose: Keeps notices apart from those for something else.
-
-    Raises:
-        RankFailed: Every method raises it where the store is gone, or silent.
+    Raises RankFailed.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -62,11 +58,7 @@ class Notices:
         self._read = 0
 
     def count(self, what: str) -> int:
-        """Increment a counter that all ranks share; return its value.
-
-        Args:
-            what: The counter's name.
-        """
+        """Increment a counter that all ranks share; return its value."""
         try:
             with self._guard:
                 return self._asking.do(lambda: int(self._asking_store.add(f"count/{what}", 1)))
@@ -74,11 +66,7 @@ class Notices:
             raise self._failed(error) from None
 
     def reset(self, what: str) -> None:
-        """Set a counter that all ranks share to 0; no rank may be counting.
-
-        Args:
-            what: The counter's name.
-        """
+        """Set a counter that all ranks share to 0; no rank may be counting."""
         key = f"count/{what}"
         try:
             with self._guard:
@@ -90,9 +78,7 @@ class Notices:
     def settle(self, what: str, proposal: str) -> str:
         """Settle a question by the first proposal; return that proposal, on every rank.
 
-        Args:
-            what: The question; each is settled once.
-            proposal: This rank's answer, which counts where this rank is the first.
+        `proposal`: this rank's answer, which counts where this rank is the first.
         """
         try:
             with self._guard:
@@ -107,12 +93,7 @@ class Notices:
     def settled(self, what: str, seconds: float) -> str | None:
         """Wait until some rank has settled a question; return the answer.
 
-        Args:
-            what: The question.
-            seconds: How long to wait.
-
-        Returns:
-            None if nobody settled it in time.
+        Returns None if nobody settled it in time.
         """
         key, deadline = f"settled/{what}", time.monotonic() + seconds
         try:
@@ -127,11 +108,7 @@ class Notices:
             raise self._failed(error) from None
 
     def add(self, notice: str) -> None:
-        """Add a notice, which all ranks read, this one too.
-
-        Args:
-            notice: Any text.
-        """
+        """Add a notice, which all ranks read, this one too."""
         number = self.count("notices")
         try:
             with self._guard:
@@ -144,8 +121,7 @@ class Notices:
 
         It polls: the store prints a warning for each wait that ends without a key.
 
-        Args:
-            is_awaited: Returns whether this process waits for a notice, so that polling is quicker.
+        `is_awaited`: returns whether this process waits for a notice, so that polling is quicker.
         """
         key = f"notice/{self._read + 1}"
         try:

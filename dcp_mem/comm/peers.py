@@ -37,12 +37,7 @@ _KEEPALIVE = {
 
 
 class PeerLost(RuntimeError):
-    """Another rank is gone, or silent.
-
-    Args:
-        rank: The other rank.
-        text: What is known of it.
-    """
+    """Another rank is gone, or silent."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"rank {rank}: {text}")
@@ -62,12 +57,9 @@ class Peers:
     ) -> None:
         """Describe the connections; none is made yet.
 
-        Args:
-            name: The same on all ranks of the set, and of no other connections before.
-            rank: This rank's number in the set.
-            store: Where the ranks meet.
-            have_given_up: Returns whether a rank has noted that the set is broken.
-            look: Called with the rank that is awaited, about once a second.
+        `name`: the same on all ranks of the set, and of no other connections before.
+        `have_given_up`: returns whether a rank has noted that the set is broken. `look`: called
+        with the rank that is awaited, about once a second.
         """
         self._name, self._rank, self._store = name, rank, store
         self._have_given_up, self._look = have_given_up, look
@@ -80,14 +72,8 @@ class Peers:
 
         Each of the ranks calls this with this rank among its own.
 
-        Args:
-            ranks: The other ranks.
-            deadline: Until when to wait, in seconds of the monotonic clock.
-
-        Raises:
-            PeerLost: A rank can't be reached, or doesn't connect in time.
-            RuntimeError: The store is gone or silent, the ranks have given up, or this process has
-                too many open files.
+        `deadline`: until when to wait, in seconds of the monotonic clock. Raises PeerLost,
+        RuntimeError.
         """
         missing = [rank for rank in ranks if rank not in self._sockets]
         if missing:

@@ -46,14 +46,7 @@ class Wire(Protocol):
 
 
 def all_reduce(wire: Wire, tree: Tree, value: T, join: Callable[[T, T], T]) -> T:
-    """Join all ranks' values; return the result on every rank.
-
-    Args:
-        wire: Carries the bytes.
-        tree: This rank's position.
-        value: This rank's value.
-        join: Joins two values, in any order.
-    """
+    """Join all ranks' values; return the result on every rank."""
     for received in wire.receive(tree.children):
         value = join(value, decoded(received))
     if tree.parent is not None:
@@ -62,24 +55,12 @@ def all_reduce(wire: Wire, tree: Tree, value: T, join: Callable[[T, T], T]) -> T
 
 
 def exchange(wire: Wire, tree: Tree, value: T) -> list[T]:
-    """Return every rank's value on every rank, by rank.
-
-    Args:
-        wire: Carries the bytes.
-        tree: This rank's position.
-        value: This rank's value.
-    """
+    """Return every rank's value on every rank, by rank."""
     return _sent_down(wire, tree, gather(wire, tree, value, list))
 
 
 def broadcast(wire: Wire, tree: Tree, value: T) -> T:
-    """Return the root's value on every rank.
-
-    Args:
-        wire: Carries the bytes.
-        tree: This rank's position.
-        value: The root's value; ignored on the other ranks.
-    """
+    """Return the root's value on every rank."""
     _await(wire, tree.parent, tree.children)
     return _sent_down(wire, tree, value)
 
@@ -105,10 +86,7 @@ def _sent_down(wire: Wire, tree: Tree, value: T) -> T:
 def tell_leaders(wire: Wire, tree: Tree, data: bytes) -> Any:
     """Return the root's bytes on each node's leader; return None on the other ranks.
 
-    Args:
-        wire: Carries the bytes.
-        tree: This rank's position.
-        data: The root's bytes; ignored on the other ranks.
+    `data`: the root's bytes; ignored on the other ranks.
     """
     if not tree.is_leader:
         return None
@@ -126,11 +104,7 @@ def tell_leaders(wire: Wire, tree: Tree, data: bytes) -> Any:
 def gather(wire: Wire, tree: Tree, value: T, share: Share[T]) -> list[T]:
     """Return every rank's value on the root, by rank; return an empty list on the other ranks.
 
-    Args:
-        wire: Carries the bytes.
-        tree: This rank's position.
-        value: This rank's value.
-        share: Called on each rank with the values of its subtree, before they are sent on.
+    `share`: called on each rank with the values of its subtree, before they are sent on.
     """
     found: dict[int, T] = {tree.rank: value}
     for received in wire.receive(tree.children):
@@ -146,11 +120,7 @@ def gather(wire: Wire, tree: Tree, value: T, share: Share[T]) -> list[T]:
 def reduce(wire: Wire, tree: Tree, value: T, join: Join[T]) -> T | None:
     """Join all ranks' values; return the result on the root, and None on the other ranks.
 
-    Args:
-        wire: Carries the bytes.
-        tree: This rank's position.
-        value: This rank's value.
-        join: Called on each rank that has children, with its value and theirs.
+    `join`: called on each rank that has children, with its value and theirs.
     """
     received = [decoded(one) for one in wire.receive(tree.children)]
     joined = join([value, *received]) if received else value
@@ -161,13 +131,7 @@ def reduce(wire: Wire, tree: Tree, value: T, join: Join[T]) -> T | None:
 
 
 def scatter(wire: Wire, tree: Tree, values: Sequence[T]) -> T:
-    """Return on each rank the value that the root has for it.
-
-    Args:
-        wire: Carries the bytes.
-        tree: This rank's position.
-        values: By rank; only the root's count.
-    """
+    """Return on each rank the value that the root has for it."""
     _await(wire, tree.parent, tree.children)
     by_rank: Mapping[int, T] = dict(enumerate(values))
     if tree.parent is not None:
@@ -183,11 +147,6 @@ def route(wire: Wire, tree: Tree, values: Mapping[int, T]) -> list[tuple[int, T]
 
     A value rises no further than to the first rank that has its receiver below it, and only sender
     and receiver open it.
-
-    Args:
-        wire: Carries the bytes.
-        tree: This rank's position.
-        values: This rank's values, by receiver.
     """
     parcels: _Parcels = {}
     for rank, value in values.items():

@@ -25,11 +25,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.5
 
 
 class TimedCalls:
-    """Makes one call at a time, for all threads, and gives up on it after some seconds.
-
-    Args:
-        seconds: The most that a call may take.
-    """
+    """Makes one call at a time, for all threads, and gives up on it after some seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -41,12 +37,8 @@ class TimedCalls:
     def do(self, act: Callable[[], T], seconds: float | None = None) -> T:
         """Return what `act` returns, or raise what it raises.
 
-        Args:
-            act: Called in a thread, which is left behind where it takes too long.
-            seconds: The most that this call may take; None: as any call.
-
-        Raises:
-            RuntimeError: `act` takes too long, or an earlier call still does.
+        `act`: called in a thread, which is left behind where it takes too long. `seconds`: the most
+        that this call may take; None: as any call. Raises RuntimeError.
         """
         with self._turn:
             # A call behind one that hangs would only hang as well.
@@ -77,9 +69,6 @@ class BorrowedStore:
     Rank 0's process may serve the store. A reference that outlived the group would keep the server
     alive, and torch gives the next groups under the same port a server that the process still has:
     with the addresses of the ranks as they were before.
-
-    Args:
-        store: The store, as torch's own table of groups has it.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -88,8 +77,7 @@ class BorrowedStore:
     def __call__(self) -> dist.Store:
         """Return the store.
 
-        Raises:
-            RuntimeError: The group has been destroyed.
+        Raises RuntimeError.
         """
         if (store := self._store()) is None:
             raise RuntimeError("the process group that the ranks met in has been destroyed")
@@ -101,12 +89,7 @@ class TimedStore:
 
     No call waits for a key, so any number of threads may share a connection.
 
-    Args:
-        store: A connection on which nobody waits for keys, or one that is borrowed.
-        seconds: The most that a call may take.
-
-    Attributes:
-        seconds: As given.
+    `store`: a connection on which nobody waits for keys, or one that is borrowed.
     """
 
     def __init__(self, store: dist.Store | BorrowedStore, seconds: float) -> None:
@@ -123,28 +106,21 @@ class TimedStore:
     def check(self, key: str, seconds: float | None = None) -> bool:
         """Return whether the store has the key.
 
-        Args:
-            key: The key.
-            seconds: The most that this call may take; None: as any call.
+        `seconds`: the most that this call may take; None: as any call.
         """
         return self._calls.do(lambda: bool(self._store.check([key])), seconds)
 
     def get(self, key: str, seconds: float | None = None) -> bytes:
         """Return the value of a key that is there.
 
-        Args:
-            key: The key.
-            seconds: The most that this call may take; None: as any call.
+        `seconds`: the most that this call may take; None: as any call.
         """
         return self._calls.do(lambda: bytes(self._store.get(key)), seconds)
 
     def set(self, key: str, value: str, seconds: float | None = None) -> None:
         """Set a key's value.
 
-        Args:
-            key: The key.
-            value: The new value.
-            seconds: The most that this call may take; None: as any call.
+        `seconds`: the most that this call may take; None: as any call.
         """
         self._calls.do(lambda: self._store.set(key, value), seconds)
 
@@ -153,11 +129,8 @@ class TimedStore:
     ) -> bytes:
         """Set a key to `wanted` if it has the expected value; return what it has then.
 
-        Args:
-            key: The key.
-            expected: The value to replace; "" where the key isn't there yet.
-            wanted: The new value.
-            seconds: The most that this call may take; None: as any call.
+        `expected`: the value to replace; "" where the key isn't there yet. `seconds`: the most that
+        this call may take; None: as any call.
         """
         return self._calls.do(
             lambda: bytes(self._store.compare_set(key, expected, wanted)), seconds
@@ -169,11 +142,6 @@ class PolledStore(dist.Store):
 
     Torch looks up the name of each new connection's address, on both ends; where the network has no
     answer to that, it takes seconds. So what connects for a moment shares a connection.
-
-    Args:
-        store: The store.
-        seconds: How long a wait may take that doesn't say so.
-        prefix: Of all keys.
     """
 
     def __init__(self, store: TimedStore, seconds: float, prefix: str) -> None:
@@ -196,8 +164,7 @@ class PolledStore(dist.Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys.
 
-        Raises:
-            RuntimeError: They don't all come in time.
+        Raises RuntimeError.
         """
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + seconds
@@ -214,10 +181,6 @@ def below(store: dist.Store, prefix: str) -> dist.Store:
     """Return a store whose keys have a prefix in another one.
 
     Torch's own would keep the other one's C++ half alone, without the methods of a `PolledStore`.
-
-    Args:
-        store: The other one.
-        prefix: Of the keys.
     """
     if isinstance(store, PolledStore):
         return PolledStore(store._store, store._seconds, f"{store._prefix}{prefix}/")
@@ -227,14 +190,8 @@ def below(store: dist.Store, prefix: str) -> dist.Store:
 def connected(store: dist.Store, rank: int, size: int, seconds: float) -> dist.ProcessGroupGloo:
     """Return a gloo group of ranks that meet in the store.
 
-    Args:
-        store: Where these ranks meet, and no others.
-        rank: This rank's number in the group.
-        size: The number of ranks.
-        seconds: How long connecting may take, and then each message of the group may wait.
-
-    Raises:
-        RuntimeError: The ranks don't all come in time.
+    `seconds`: how long connecting may take, and then each message of the group may wait. Raises
+    RuntimeError.
     """
     timeout = timedelta(seconds=seconds)
     # By itself it takes up to twice as long: for the addresses of the others, and for the others.
@@ -246,12 +203,7 @@ def own_connection(store: dist.Store, seconds: float) -> dist.Store:
 
     Who shares a connection with somebody that waits for a key in the store, waits as well.
 
-    Args:
-        store: The store, with or without prefixes.
-        seconds: How long connecting may take.
-
-    Raises:
-        RuntimeError: The store's host is gone, or silent for that long.
+    Raises RuntimeError.
     """
     return TimedCalls(seconds).do(lambda: _cloned(store))
 

@@ -55,36 +55,23 @@ class Refilled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutgoingChunk:
-    """A chunk to be sent.
+    """A chunk to be sent."""
 
-    Attributes:
-        data: Its bytes, as a buffer.
-        crc: Computes its CRC32C.
-        reduced: Leaves out what the receiver has; called after `crc`. None: without a note.
-    """
-
-    data: Any
+    data: Any  # its bytes, as a buffer
     crc: Callable[[], int]
+    # Leaves out what the receiver has; called after `crc`. None: without a note.
     reduced: Callable[[], Reduced] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class IncomingChunk:
-    """A chunk to be received.
-
-    Attributes:
-        data: The memory that it is received into.
-        crc: Computes the CRC32C of what has been received.
-        accept: Called once the chunk is right.
-        note_nbytes: Bytes of the note that comes first; 0: there is none.
-        refill: Fills in what the note leaves out.
-    """
+    """A chunk to be received."""
 
     data: Any
-    crc: Callable[[], int]
+    crc: Callable[[], int]  # computes the CRC32C of what has been received
     accept: Callable[[], None]
     _: KW_ONLY
-    note_nbytes: int = 0
+    note_nbytes: int = 0  # bytes of the note that comes first; 0: there is none
     refill: Callable[[bytearray], Refilled] | None = None
 
 
@@ -96,11 +83,7 @@ class Amount(NamedTuple):
     reused_nbytes: int = 0
 
     def plus(self, other: Amount) -> Amount:
-        """Return the sum.
-
-        Args:
-            other: Added to this one.
-        """
+        """Return the sum."""
         return Amount(
             self.sent_nbytes + other.sent_nbytes, self.reused_nbytes + other.reused_nbytes
         )
@@ -118,15 +101,9 @@ def send(
 ) -> Amount:
     """Send chunks, in their order; return once the receiver has all of them.
 
-    Args:
-        channel: To the receiver, who calls `receive` or `refuse`.
-        chunks: Read as they are needed, the first one after `told` is filled.
-        go_on: Called before each chunk; raises where the rest isn't wanted any more.
-        told: Is filled with what the receiver tells first; None or empty: it tells nothing.
-
-    Raises:
-        DcpMemError: The receiver refuses.
-        RuntimeError: The receiver is gone, or silent.
+    `chunks`: read as they are needed, the first one after `told` is filled. `go_on`: called before
+    each chunk; raises where the rest isn't wanted any more. `told`: is filled with what the
+    receiver tells first; None or empty: it tells nothing. Raises DcpMemError, RuntimeError.
     """
     greeting = bytearray(_GREETING)
     channel.receive(greeting).wait()
@@ -181,9 +158,7 @@ class _Sent:
 def refuse(channel: Channel, why: str) -> None:
     """Tell the sender that this rank can't receive, and why; its `send` raises DcpMemError.
 
-    Args:
-        channel: To the sender.
-        why: The reason, for people; only the start of a long one is sent.
+    `why`: the reason, for people; only the start of a long one is sent.
     """
     channel.send(bytearray(why.encode()[:_GREETING].ljust(_GREETING, b"\0"))).wait()
 
@@ -198,15 +173,8 @@ def receive(
 
     Where it raises, it closes the channel.
 
-    Args:
-        channel: To the sender, who calls `send`.
-        chunks: Read as they are needed.
-        go_on: Called before each chunk; raises where the rest isn't wanted any more.
-        tell: What the sender is told first; of the length that it expects.
-
-    Raises:
-        DcpMemError: A chunk is damaged each time that it is sent.
-        RuntimeError: The sender is gone, or silent.
+    `go_on`: called before each chunk; raises where the rest isn't wanted any more. `tell`: what the
+    sender is told first; of the length that it expects. Raises DcpMemError, RuntimeError.
     """
     in_flight = deque[_Expected]()
     answers: list[PendingMessage] = []  # gloo drops a message that isn't held
@@ -249,11 +217,8 @@ class _Expected:
     def __init__(self, channel: Channel, chunk: IncomingChunk, tries: int | None = None) -> None:
         """Describe the chunk.
 
-        Args:
-            channel: To the sender.
-            chunk: What is received.
-            tries: How often all of it has been sent, this time included; None: this is the first
-                time, with a note if there are notes.
+        `tries`: how often all of it has been sent, this time included; None: this is the first
+        time, with a note if there are notes.
         """
         self.channel, self.chunk = channel, chunk
         self.tries = (0 if chunk.note_nbytes else 1) if tries is None else tries

@@ -49,18 +49,12 @@ _WORKS, _FAILS = b"\1", b"\0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two ranks that are to be connected, from the view of one of them.
+    """Two ranks that are to be connected, from the view of one of them."""
 
-    Attributes:
-        store: Where these two ranks meet, and no others.
-        is_sender: Whether this rank is the first one of the two.
-        seconds: How long connecting may take, and then each message may wait.
-        on_silence: Called where a wait for the peer has taken that long, in vain.
-    """
-
-    store: dist.Store
-    is_sender: bool
-    seconds: float
+    store: dist.Store  # where these two ranks meet, and no others
+    is_sender: bool  # whether this rank is the first one of the two
+    seconds: float  # how long connecting may take, and then each message may wait
+    # called where a wait for the peer has taken that long, in vain
     on_silence: Callable[[], None] = lambda: None
 
 
@@ -89,11 +83,7 @@ class TransportUnusable(RuntimeError):
 
 
 class GlooTransport:
-    """Connects by gloo groups of the two ranks: one for each line.
-
-    Args:
-        lines: Connections of a channel; the same on both ranks.
-    """
+    """Connects by gloo groups of the two ranks: one for each line."""
 
     name = "gloo"
 
@@ -101,11 +91,7 @@ class GlooTransport:
         self._lines = lines
 
     def connect(self, pair: Pair) -> Channel:
-        """Connect; return this rank's end.
-
-        Args:
-            pair: The ranks.
-        """
+        """Connect; return this rank's end."""
         if self._lines == 1:
             return _gloo_channel(pair, pair.store)
         with ExitStack() as connected_so_far:
@@ -125,8 +111,7 @@ def _gloo_channel(pair: Pair, store: dist.Store) -> GlooChannel:
 class NixlTransport:
     """Connects by NIXL, where both ranks can.
 
-    Args:
-        only_rdma: Whether both ranks must have a card that does RDMA.
+    `only_rdma`: whether both ranks must have a card that does RDMA.
     """
 
     name = "nixl"
@@ -135,11 +120,7 @@ class NixlTransport:
         self._only_rdma = only_rdma
 
     def connect(self, pair: Pair) -> Channel:
-        """Connect; return this rank's end.
-
-        Args:
-            pair: The ranks.
-        """
+        """Connect; return this rank's end."""
         offers, deadline = _Offers(pair), time.monotonic() + pair.seconds
         own = own_offer(only_rdma=self._only_rdma)
         if own.trouble:
@@ -170,13 +151,7 @@ class NixlTransport:
 def connected(choice: str, pair: Pair) -> Channel:
     """Connect two ranks by the transport of choice, or by gloo where that doesn't work.
 
-    Args:
-        choice: As in `Settings.transport`; the same on both ranks.
-        pair: The ranks.
-
-    Raises:
-        ConfigError: $DCP_MEM_LINES is no number of lines.
-        RuntimeError: The peer doesn't come, or is gone.
+    Raises ConfigError, RuntimeError.
     """
     if choice != "gloo":
         try:
@@ -203,29 +178,17 @@ _said = set[str]()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A rank's offer to its peer: whether it can and would use NIXL.
+    """A rank's offer to its peer: whether it can and would use NIXL."""
 
-    Attributes:
-        trouble: Why this rank can't use it, or wouldn't; "" where it would.
-        devices: Its cards that do RDMA and have a link.
-        host: What processes have in common that can read each other's memory.
-        takes_tcp: Whether it would let UCX use TCP.
-        only_rdma: Whether it would use nothing but RDMA.
-    """
-
-    trouble: str
-    devices: tuple[str, ...] = ()
-    host: str = ""
+    trouble: str  # why this rank can't use it, or wouldn't; "" where it would
+    devices: tuple[str, ...] = ()  # its cards that do RDMA and have a link
+    host: str = ""  # what processes have in common that can read each other's memory
     takes_tcp: bool = False
     only_rdma: bool = False
 
 
 def own_offer(*, only_rdma: bool) -> Offer:
-    """Return what this process would do.
-
-    Args:
-        only_rdma: Whether to use nothing but RDMA.
-    """
+    """Return what this process would do."""
     devices = rdma_devices()
     if only_rdma and not devices:
         return Offer(trouble="this machine has no card that does RDMA, with a link")
@@ -241,11 +204,7 @@ def own_offer(*, only_rdma: bool) -> Offer:
 
 
 def rdma_devices(root: str = _INFINIBAND) -> tuple[str, ...]:
-    """Return the cards that do RDMA (InfiniBand, RoCE, EFA) and have a link.
-
-    Args:
-        root: Where the kernel lists them.
-    """
+    """Return the cards that do RDMA (InfiniBand, RoCE, EFA) and have a link."""
     found = []
     for state in sorted(Path(root).glob("*/ports/*/state")):
         with suppress(OSError):
@@ -335,8 +294,7 @@ def _probe(channel: NixlChannel) -> None:
 
     UCX may be able to connect and yet not be allowed to read: many containers forbid that.
 
-    Raises:
-        TransportUnusable: It doesn't work, or the peer is gone: gloo finds out which.
+    Raises TransportUnusable.
     """
     sent, came, verdict = bytearray(b"\x5a" * PROBE_NBYTES), bytearray(PROBE_NBYTES), bytearray(1)
     try:

@@ -15,22 +15,16 @@ _FAN_OUT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """One rank's position in the tree.
-
-    Attributes:
-        parent: None at the root.
-        leaders_below: For each child on another node, all ranks in its subtree, the child first.
-        neighbours_below: For each child on this node, all ranks in its subtree, the child first.
-        is_leader: Whether this rank is the first one of its node.
-        depth: How many ranks a value passes from here to the root.
-    """
+    """One rank's position in the tree."""
 
     rank: int
-    parent: int | None
+    parent: int | None  # None at the root
+    # for each child on another node, all ranks in its subtree, the child first
     leaders_below: Sequence[Sequence[int]] = ()
+    # for each child on this node, all ranks in its subtree, the child first
     neighbours_below: Sequence[Sequence[int]] = ()
-    is_leader: bool = True
-    depth: int = 0
+    is_leader: bool = True  # whether this rank is the first one of its node
+    depth: int = 0  # how many ranks a value passes from here to the root
 
     @property
     def below(self) -> Sequence[Sequence[int]]:
@@ -49,12 +43,7 @@ class Tree:
 
 
 def tree_of(nodes: Sequence[str], rank: int) -> Tree:
-    """Return a rank's position in the tree.
-
-    Args:
-        nodes: The node of every rank, by rank.
-        rank: The rank in question.
-    """
+    """Return a rank's position in the tree."""
     members: dict[str, list[int]] = {}
     for member, node in enumerate(nodes):
         members.setdefault(node, []).append(member)

@@ -50,12 +50,7 @@ class Waits:
     def look(self, rank: int, *, can_differ: bool) -> None:
         """Called now and then while an exchange waits for a rank.
 
-        Args:
-            rank: The rank.
-            can_differ: Whether the two have never met.
-
-        Raises:
-            ConfigError: It waits under another root.
+        `can_differ`: whether the two have never met. Raises ConfigError.
         """
         now = time.monotonic()
         waited = now - self._began

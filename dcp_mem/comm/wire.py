@@ -44,12 +44,9 @@ class TcpWire:
     ) -> None:
         """Describe the wire.
 
-        Args:
-            peers: The connections.
-            rank: This rank's number.
-            deadline: Until when its messages are waited for, in seconds of the monotonic clock.
-            margin: Seconds by which a rank waits less for higher ranks, and longer for lower ones.
-            look: Called with a rank that is awaited, about once a second.
+        `deadline`: until when its messages are waited for, in seconds of the monotonic clock.
+        `margin`: seconds by which a rank waits less for higher ranks, and longer for lower ones.
+        `look`: called with a rank that is awaited, about once a second.
         """
         self._peers, self._rank = peers, rank
         self._deadline, self._margin, self._look = deadline, margin, look
@@ -78,10 +75,7 @@ class TcpWire:
     def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message], stall: float) -> None:
         """Send and receive bytes straight from and into memory; see `Ranks.swap`.
 
-        Args:
-            outgoing: What this rank sends.
-            incoming: What this rank receives.
-            stall: The seconds that may pass without a byte; the whole may take as long as it takes.
+        `stall`: the seconds that may pass without a byte; the whole may take as long as it takes.
         """
         sent, received = _by_rank(outgoing), _by_rank(incoming)
         ranks = sorted(sent.keys() | received.keys())
@@ -184,11 +178,7 @@ class _Outgoing(_Flow):
 
 
 class _Incoming(_Flow):
-    """Bytes to receive: into buffers, one behind the other, or a message that says its length.
-
-    Attributes:
-        body: The message's bytes.
-    """
+    """Bytes to receive: into buffers, one behind the other, or a message that says its length."""
 
     events = select.POLLIN
 

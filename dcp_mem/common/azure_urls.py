@@ -17,11 +17,7 @@ _ADVICE = (
 def abfs_url(url: str) -> str:
     """Return the abfs URL for another kind of URL of a path in an Azure container.
 
-    Args:
-        url: Any URL; what isn't Azure's is returned as it is.
-
-    Raises:
-        ConfigError: It is Azure's, and doesn't say account, container and path.
+    Raises ConfigError.
     """
     scheme, host = url.partition("://")[0], urlsplit(url).hostname or ""
     if scheme == "azureml":

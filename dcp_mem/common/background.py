@@ -20,11 +20,7 @@ def let_caller_return(unwanted: threading.Event | None = None) -> bool:
     A thread that wakes at once takes the interpreter's lock from the save, which then hands it back
     and forth instead of returning.
 
-    Args:
-        unwanted: Ends the wait when it is set.
-
-    Returns:
-        Whether the thread may begin; False once it is unwanted.
+    Returns whether the thread may begin; False once it is unwanted.
     """
     return not (unwanted or threading.Event()).wait(_SECONDS)
 
@@ -46,10 +42,6 @@ class KeptThreads:
 
     A thread that starts makes its caller wait: for milliseconds where all cores are busy. A forked
     child has threads of its own. The process doesn't end before their work is done.
-
-    Args:
-        most: Threads; more work waits for one.
-        name: Prefix of their names.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -58,12 +50,7 @@ class KeptThreads:
         self._home = 0
 
     def submit(self, act: Callable[..., R], *arguments: object) -> Future[R]:
-        """Have one of the threads call `act`.
-
-        Args:
-            act: What it returns, or raises, is in the future.
-            *arguments: Of `act`.
-        """
+        """Have one of the threads call `act`."""
         pool = self._pool
         if pool is None or self._home != os.getpid():
             pool = self._pool = ThreadPoolExecutor(self._most, thread_name_prefix=self._name)
@@ -78,9 +65,6 @@ class KeptThread:
     """One thread that does work after work, made with the first; for the reason of `KeptThreads`.
 
     It keeps no process from ending, and ends with this object.
-
-    Args:
-        name: Of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -92,9 +76,6 @@ class KeptThread:
         """Have the thread call `act`, after all that it was given before.
 
         Not to be called by several threads at once.
-
-        Args:
-            act: What it raises is in the future.
         """
         queue = self._queue
         if queue is None or self._home != os.getpid():

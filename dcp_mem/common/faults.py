@@ -84,30 +84,18 @@ _armed = _parse(os.environ.get("DCP_MEM_FAULTS", ""))
 
 
 def arm(text: str) -> None:
-    """Arm this process as DCP_MEM_FAULTS does; an empty text disarms it.
-
-    Args:
-        text: As in the variable: "point:action:pass", joined by commas.
-    """
+    """Arm this process as DCP_MEM_FAULTS does; an empty text disarms it."""
     global _armed
     _armed = _parse(text)
 
 
 def is_armed(name: str) -> bool:
-    """Return whether something is still to happen at this point.
-
-    Args:
-        name: One of `POINTS`.
-    """
+    """Return whether something is still to happen at this point."""
     return _armed.get(name, ("", 0))[1] > 0
 
 
 def point(name: str) -> None:
-    """Do what was armed for this point; nothing otherwise.
-
-    Args:
-        name: One of `POINTS`.
-    """
+    """Do what was armed for this point; nothing otherwise."""
     if _armed:
         _pass(name)
 

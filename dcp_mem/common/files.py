@@ -48,17 +48,7 @@ def write_atomically(
 ) -> os.stat_result:
     """Replace the file at `path`; readers see all of the old or all of the new one.
 
-    Args:
-        path: The file.
-        data: Its new content.
-        sync: Also make file and directory survive a power cut.
-        mode: Of the file, less the umask.
-
-    Returns:
-        The new file's status.
-
-    Raises:
-        MemoryBudgetExceeded: The file system is full.
+    Raises MemoryBudgetExceeded.
     """
     temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
     try:
@@ -81,13 +71,7 @@ def write_atomically(
 
 
 def raise_if_full(error: OSError, path: str, nbytes: int = 1) -> None:
-    """Raise MemoryBudgetExceeded, with the path, for an error that says that there is no space.
-
-    Args:
-        error: What was raised.
-        path: What was to be written.
-        nbytes: How much of it.
-    """
+    """Raise MemoryBudgetExceeded, with the path, for an error that says that there is no space."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = free_bytes(os.path.dirname(path))
         what = f"no space for {path}"
@@ -99,15 +83,7 @@ def raise_if_full(error: OSError, path: str, nbytes: int = 1) -> None:
 def create(path: str, *, flags: int = 0) -> int:
     """Open a private file (0600) for reading and writing, made where it is missing.
 
-    Args:
-        path: The file.
-        flags: Further ones of `os.open`.
-
-    Returns:
-        Its descriptor.
-
-    Raises:
-        MemoryBudgetExceeded: The file system is full.
+    Raises MemoryBudgetExceeded.
     """
     try:
         return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
@@ -119,12 +95,7 @@ def create(path: str, *, flags: int = 0) -> int:
 def link(path: str, name: str) -> None:
     """Give a file one more name.
 
-    Args:
-        path: The file.
-        name: The new path.
-
-    Raises:
-        MemoryBudgetExceeded: The file system is full.
+    Raises MemoryBudgetExceeded.
     """
     try:
         os.link(path, name)
@@ -136,12 +107,7 @@ def link(path: str, name: str) -> None:
 def swap_names(one: str, other: str) -> None:
     """Swap the names of two files in one step, so that neither is ever missing.
 
-    Args:
-        one: Path of a file.
-        other: Path of another file in the same file system.
-
-    Raises:
-        OSError: The names couldn't be swapped; FileNotFoundError where one of them is missing.
+    Raises OSError.
     """
     if _libc.renameat2(
         _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
@@ -151,11 +117,7 @@ def swap_names(one: str, other: str) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Make a directory's entries survive a power cut.
-
-    Args:
-        path: Of the directory.
-    """
+    """Make a directory's entries survive a power cut."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)
@@ -210,11 +172,7 @@ def settled(path: str, content: bytes) -> bytes:
 
 
 def remove(path: str) -> None:
-    """Delete a file, if it exists.
-
-    Args:
-        path: Of the file.
-    """
+    """Delete a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
@@ -224,9 +182,6 @@ def give_back_memory(descriptor: int) -> None:
 
     Else it stays until the last of them has closed it. What still looks at the bytes finds zeros.
     Nothing happens to a file that has a name, or where the file system can't do this.
-
-    Args:
-        descriptor: Of the file, open for writing.
     """
     facts = os.fstat(descriptor)
     if facts.st_nlink == 0 and facts.st_size:
@@ -234,11 +189,7 @@ def give_back_memory(descriptor: int) -> None:
 
 
 def remove_directory_if_empty(path: str) -> None:
-    """Delete a directory, if it exists and is empty.
-
-    Args:
-        path: Of the directory.
-    """
+    """Delete a directory, if it exists and is empty."""
     try:
         os.rmdir(path)
     except OSError as error:
@@ -247,21 +198,13 @@ def remove_directory_if_empty(path: str) -> None:
 
 
 def free_bytes(path: str) -> int:
-    """Return the bytes that a user may still write to the file system of `path`.
-
-    Args:
-        path: Any path in the file system.
-    """
+    """Return the bytes that a user may still write to the file system of `path`."""
     facts = os.statvfs(path)
     return facts.f_bavail * facts.f_frsize
 
 
 def is_full(path: str) -> bool:
-    """Return whether a user can make no file in the file system of `path`.
-
-    Args:
-        path: Any path in the file system.
-    """
+    """Return whether a user can make no file in the file system of `path`."""
     facts = os.statvfs(path)
     lacks_inodes = facts.f_files > 0 and facts.f_favail == 0  # some have no limit, and tell 0
     return facts.f_bavail == 0 or lacks_inodes
@@ -272,9 +215,6 @@ def allocated_bytes(path: str) -> int:
 
     What has several names counts once. Hidden directories come first and last: what is renamed from
     one or into one meanwhile, as free slots become segments and these free slots, isn't overlooked.
-
-    Args:
-        path: A directory; nothing is counted where it is gone.
     """
     found = dict[int, int]()
     for directory, below, names in os.walk(path):

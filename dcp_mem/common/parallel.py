@@ -20,14 +20,8 @@ def in_parallel(
     When the iterator ends, or is closed, no call is under way any more. One item alone is worked on
     by the caller: starting a thread holds it up for longer than a small item takes.
 
-    Args:
-        act: Called in several threads at once.
-        work: The items; read as they are needed.
-        at_once: Number of threads.
-        name: Prefix of the threads' names.
-
-    Raises:
-        Exception: What `act` raised first, in the order of the items.
+    `act`: called in several threads at once. `name`: prefix of the threads' names. Raises
+    Exception.
     """
     if isinstance(work, Sequence) and len(work) == 1:
         yield act(work[0])
@@ -54,15 +48,8 @@ def in_daemons(
     The threads of a pool would keep the process from ending for as long as storage doesn't answer;
     daemon threads don't.
 
-    Args:
-        act: Called in several threads at once.
-        items: In the order of the results.
-        at_once: Number of threads at most.
-        name: Of the threads.
-
-    Raises:
-        Exception: What one of the calls raised first; items that weren't begun by then are left
-            out.
+    `act`: called in several threads at once. `at_once`: number of threads at most. Raises
+    Exception.
     """
     results: dict[int, R] = {}
     errors: list[BaseException] = []
@@ -98,9 +85,7 @@ def in_daemons(
 def daemon(act: Callable[[], object], name: str = "dcp_mem-survey") -> threading.Thread:
     """Start and return a thread that runs `act` and keeps no process from ending.
 
-    Args:
-        act: What it raises ends the thread alone.
-        name: Of the thread.
+    `act`: what it raises ends the thread alone.
     """
     thread = threading.Thread(target=act, name=name, daemon=True)
     thread.start()

@@ -27,8 +27,7 @@ def progress_bar(wanted: bool) -> Iterator[Show | None]:
 
     The bars stay when the wait is over.
 
-    Args:
-        wanted: Whether to show bars. If not, or if stderr is no terminal, None is yielded.
+    `wanted`: whether to show bars. If not, or if stderr is no terminal, None is yielded.
     """
     if not wanted or not _is_terminal(sys.stderr):
         yield None
@@ -40,9 +39,7 @@ def progress_bar(wanted: bool) -> Iterator[Show | None]:
 def state_text(entry: CheckpointStatus, now: float) -> str:
     """Return what to show in place of the bytes; "" while bytes move.
 
-    Args:
-        entry: Of one checkpoint.
-        now: Seconds since the epoch.
+    `now`: seconds since the epoch.
     """
     if entry.state is State.DURABLE:
         return "durable"
@@ -60,13 +57,7 @@ def state_text(entry: CheckpointStatus, now: float) -> str:
 
 
 def transfer_text(done: float, total: float | None, speed: float | None) -> str:
-    """Return bytes, speed and time left, as far as they are known.
-
-    Args:
-        done: Bytes moved.
-        total: Bytes to move.
-        speed: Bytes per second.
-    """
+    """Return bytes, speed and time left, as far as they are known."""
     if not total:
         return ""
     unit = min(len(_UNITS) - 1, max(0, int(total).bit_length() - 1) // 10)

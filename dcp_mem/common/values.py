@@ -61,40 +61,27 @@ class ExportState(str, Enum):
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One rank's file of one checkpoint.
+    """One rank's file of one checkpoint."""
 
-    Attributes:
-        rank: Its number: the rank that saved it, with `names.FROZEN` added for its second segment.
-        node: The node that rank was on.
-        file: Name of the file.
-        nbytes: Length of the segment; its file may be longer, because slots are recycled.
-        layout: Key of the layout, which says where its dense items lie; "" if it has none.
-        tail: (offset, bytes) of each item behind the layout's: byte items, and tensors without a
-            plain dense payload.
-    """
-
+    # its number: the rank that saved it, with `names.FROZEN` added for its second segment
     rank: int
     node: str
     file: str
-    nbytes: int
-    layout: str = ""
+    nbytes: int  # length of the segment; its file may be longer, because slots are recycled
+    layout: str = ""  # key of the layout, which says where its dense items lie; "" if it has none
+    # (offset, bytes) of each item behind the layout's: byte items, and tensors without a plain
+    # dense payload
     tail: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SaveInfo:
-    """The training loop's information about a save.
+    """The training loop's information about a save."""
 
-    Attributes:
-        step: The training step; None if it wasn't given.
-        metrics: Figures by name, such as {"loss": 0.3}.
-        persist: True takes the checkpoint to storage whatever the policy says.
-        pause: How many steps should pass until the next save, to the coordinator; not recorded.
-    """
-
-    step: int | None = None
+    step: int | None = None  # the training step; None if it wasn't given
     metrics: Mapping[str, float] = field(default_factory=dict)
-    persist: bool = False
+    persist: bool = False  # True takes the checkpoint to storage whatever the policy says
+    # how many steps should pass until the next save, to the coordinator; not recorded
     pause: int = 0
 
 
@@ -245,9 +232,5 @@ class CheckpointStatus:
 
 
 def figures(metrics: Mapping[str, float]) -> str:
-    """Return metrics for people.
-
-    Args:
-        metrics: Numbers by name.
-    """
+    """Return metrics for people."""
     return ", ".join(f"{name}={value:.4g}" for name, value in metrics.items())

@@ -67,12 +67,7 @@ class Costs:
 
 
 def examine(runs: Runs, schedule: Schedule) -> list[Claim]:
-    """Examine every claim of the demo; it has succeeded if all of them hold.
-
-    Args:
-        runs: The outcomes of the three runs.
-        schedule: Which step is saved, killed and lost.
-    """
+    """Examine every claim of the demo; it has succeeded if all of them hold."""
     killed, survivor = checkpoint_id(schedule.killed), checkpoint_id(schedule.survivor)
     stored = checkpoint_id(schedule.stored)
     losses = losses_by_step(runs.reference, attempt=0)
@@ -113,11 +108,7 @@ def examine(runs: Runs, schedule: Schedule) -> list[Claim]:
 
 
 def recoveries(runs: Runs) -> list[Recovery]:
-    """List the recoveries that took place, in order.
-
-    Args:
-        runs: The outcomes of the three runs.
-    """
+    """List the recoveries that took place, in order."""
     killed_in_save = runs.interrupted.journals[KILLED_RANK]
     killed_at = max(entry.at for entry in killed_in_save if entry.attempt == 0)
     return [
@@ -136,11 +127,7 @@ def _recoveries(outcome: Outcome, cause: str, lost_at: float) -> Iterator[Recove
 
 
 def costs(runs: Runs) -> Costs:
-    """Compute medians of what rank 0 measured.
-
-    Args:
-        runs: The outcomes of the three runs.
-    """
+    """Compute medians of what rank 0 measured."""
     started = of_kind(runs.reference.journals[0], Started)[0]
     steps = [step.seconds for step in of_kind(runs.reference.journals[0], StepTaken)]
     saved = (runs.interrupted.journals[0], runs.resumed.journals[0])
@@ -159,12 +146,7 @@ def costs(runs: Runs) -> Costs:
 
 
 def ended_in_save(outcome: Outcome, killed: str) -> bool:
-    """Tell whether the killed rank's first attempt ended without a word in that save.
-
-    Args:
-        outcome: What the run recorded.
-        killed: Id of the checkpoint whose save was killed.
-    """
+    """Tell whether the killed rank's first attempt ended without a word in that save."""
     first = of_attempt(outcome.journals[KILLED_RANK], 0)
     return bool(first) and first[-1].event == SaveBegun(killed)
 
@@ -172,62 +154,33 @@ def ended_in_save(outcome: Outcome, killed: str) -> bool:
 def all_recovered(outcome: Outcome, attempt: int, wanted: str, source: str) -> bool:
     """Tell whether every rank loaded that checkpoint, from that source, in that attempt.
 
-    Args:
-        outcome: What the run recorded.
-        attempt: How often torchrun had restarted the ranks by then.
-        wanted: The checkpoint's id.
-        source: Where its bytes came from.
+    `source`: where its bytes came from.
     """
     found = [of_kind(of_attempt(journal, attempt), Recovered) for journal in outcome.journals]
     return all([(f.checkpoint_id, f.source) for f in rank] == [(wanted, source)] for rank in found)
 
 
 def losses_by_step(outcome: Outcome, attempt: int) -> dict[int, str]:
-    """Return the bits of the losses that rank 0 recorded in one attempt.
-
-    Args:
-        outcome: What the run recorded.
-        attempt: How often torchrun had restarted the ranks by then.
-    """
+    """Return the bits of the losses that rank 0 recorded in one attempt."""
     steps = of_kind(of_attempt(outcome.journals[0], attempt), StepTaken)
     return {step.step: step.loss for step in steps}
 
 
 def part(losses: dict[int, str], first: int, last: int) -> dict[int, str]:
-    """Return the losses of steps first to last, both included.
-
-    Args:
-        losses: Losses by step.
-        first: First step.
-        last: Last step.
-    """
+    """Return the losses of steps first to last, both included."""
     return {step: loss for step, loss in losses.items() if first <= step <= last}
 
 
 def final_digests(outcome: Outcome) -> list[str]:
-    """Return the digests of the state in which a run ended, by rank.
-
-    Args:
-        outcome: What the run recorded.
-    """
+    """Return the digests of the state in which a run ended, by rank."""
     return [of_kind(journal, Finished)[-1].digest for journal in outcome.journals]
 
 
 def of_attempt(entries: Iterable[Entry], attempt: int) -> list[Entry]:
-    """Return the entries of one attempt.
-
-    Args:
-        entries: A rank's journal.
-        attempt: How often torchrun had restarted the rank by then.
-    """
+    """Return the entries of one attempt."""
     return [entry for entry in entries if entry.attempt == attempt]
 
 
 def of_kind(entries: Iterable[Entry], kind: type[AnyEvent]) -> list[AnyEvent]:
-    """Return the events of one kind.
-
-    Args:
-        entries: A rank's journal, or a part of it.
-        kind: The events' class.
-    """
+    """Return the events of one kind."""
     return [entry.event for entry in entries if isinstance(entry.event, kind)]

@@ -103,23 +103,14 @@ def current_attempt() -> int:
 
 
 class Journal:
-    """Appends events to a file of its own, each whole before the next thing happens.
-
-    Args:
-        directory: Where the run's journals are.
-        rank: The rank's number.
-    """
+    """Appends events to a file of its own, each whole before the next thing happens."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._file = journal_path(directory, rank).open("a", encoding="utf-8")
         self._attempt = current_attempt()
 
     def record(self, event: Event) -> None:
-        """Append an event; a process that is killed right after has still recorded it.
-
-        Args:
-            event: What has happened.
-        """
+        """Append an event; a process that is killed right after has still recorded it."""
         stamp = {"event": type(event).__name__, "attempt": self._attempt, "at": time.time()}
         self._file.write(json.dumps(stamp | asdict(event)) + "\n")
         self._file.flush()
@@ -130,23 +121,13 @@ class Journal:
 
 
 def read_journal(directory: Path, rank: int) -> list[Entry]:
-    """Read everything that a rank recorded, in order.
-
-    Args:
-        directory: Where the run's journals are.
-        rank: The rank's number.
-    """
+    """Read everything that a rank recorded, in order."""
     lines = journal_path(directory, rank).read_text(encoding="utf-8").splitlines()
     return [_parse(json.loads(line)) for line in lines]
 
 
 def journal_path(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's journal of one run.
-
-    Args:
-        directory: Where the run's journals are.
-        rank: The rank's number.
-    """
+    """Return the path of a rank's journal of one run."""
     return directory / f"rank-{rank}.jsonl"
 
 

@@ -34,12 +34,7 @@ class Outcome:
 
 
 class RunFailedError(Exception):
-    """A run ended in an error that no restart cured.
-
-    Args:
-        returncode: Of torchrun.
-        log: The file that torchrun's stderr went to.
-    """
+    """A run ended in an error that no restart cured."""
 
     def __init__(self, returncode: int, log: Path) -> None:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -50,12 +45,7 @@ class RunFailedError(Exception):
 def run(launch: Launch, on_line: Callable[[str], None]) -> Outcome:
     """Run the script to its end, passing on each line that it prints; or raise RunFailedError.
 
-    Args:
-        launch: What to run.
-        on_line: Called with each line, without its end.
-
-    Raises:
-        RunFailedError: The run ended in an error that no restart cured.
+    Raises RunFailedError.
     """
     log = launch.records / "torchrun.log"
     begun = time.time()
@@ -68,11 +58,7 @@ def run(launch: Launch, on_line: Callable[[str], None]) -> Outcome:
 
 
 def command(launch: Launch) -> list[str]:
-    """Return the command line of torchrun.
-
-    Args:
-        launch: What to run.
-    """
+    """Return the command line of torchrun."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"),
         *(f"--nproc-per-node={launch.ranks}", f"--max-restarts={launch.max_restarts}"),
@@ -81,11 +67,7 @@ def command(launch: Launch) -> list[str]:
 
 
 def environment(ranks: int) -> dict[str, str]:
-    """Return this process's environment, and what several ranks on one machine need.
-
-    Args:
-        ranks: How many ranks share this machine.
-    """
+    """Return this process's environment, and what several ranks on one machine need."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     added = {
         "OMP_NUM_THREADS": str(threads),
@@ -107,12 +89,6 @@ def follow(
     """Run a command, handing on its output line by line; return its exit code.
 
     The command doesn't outlive the caller: it is terminated when an exception passes through.
-
-    Args:
-        arguments: The command line.
-        variables: The command's environment.
-        errors: File descriptor for its stderr.
-        on_line: Called with each line, without its end.
     """
     with subprocess.Popen(
         arguments, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True

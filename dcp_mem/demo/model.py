@@ -28,11 +28,7 @@ SIZES: Final = {
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each with a residual.
-
-    Args:
-        size: Shape of the model.
-    """
+    """Causal self-attention and a feed-forward layer, each with a residual."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -47,8 +43,7 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the block's output, of the same shape as its input.
 
-        Args:
-            hidden: Of shape (rows, context, width).
+        `hidden`: of shape (rows, context, width).
         """
         hidden = hidden + self._attend(self.attention_norm(hidden))
         feed: Tensor = self.feed_out(functional.gelu(self.feed_in(self.feed_norm(hidden))))
@@ -64,11 +59,7 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Predicts the next byte of a text.
-
-    Args:
-        size: Shape of the model.
-    """
+    """Predicts the next byte of a text."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -81,9 +72,8 @@ class ByteModel(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of predicting `targets`; byte values of shape (rows, context).
 
-        Args:
-            inputs: Byte values of shape (rows, context).
-            targets: The byte behind each of them, of the same shape.
+        `inputs`: byte values of shape (rows, context). `targets`: the byte behind each of them, of
+        the same shape.
         """
         positions = torch.arange(inputs.shape[1])
         hidden = self.byte_embedding(inputs) + self.position_embedding(positions)
@@ -96,18 +86,13 @@ class ByteModel(nn.Module):
 def measure(model: nn.Module) -> tuple[int, int]:
     """Count parameters, and bytes of the training state: AdamW keeps two moments each.
 
-    Args:
-        model: Its parameters may be on the meta device.
+    `model`: its parameters may be on the meta device.
     """
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters), 3 * sum(p.nbytes for p in parameters)
 
 
 def state_bytes(size: Size) -> int:
-    """Compute the bytes of the training state of a model of that size, without building one.
-
-    Args:
-        size: Shape of the model.
-    """
+    """Compute the bytes of the training state of a model of that size, without building one."""
     with torch.device("meta"):
         return measure(ByteModel(size))[1]

@@ -43,9 +43,5 @@ class Schedule:
 
 
 def checkpoint_id(step: int) -> str:
-    """Return the id of the checkpoint taken after a step.
-
-    Args:
-        step: The training step.
-    """
+    """Return the id of the checkpoint taken after a step."""
     return f"step-{step}"

@@ -12,41 +12,22 @@ MB: Final = 1_000_000
 
 
 def heading(console: Console, text: str) -> None:
-    """Print a line that opens a part of the story.
-
-    Args:
-        console: Where to print.
-        text: The line.
-    """
+    """Print a line that opens a part of the story."""
     console.print(f"\n{text}", style="bold", markup=False, highlight=False, soft_wrap=True)
 
 
 def detail(console: Console, text: str) -> None:
-    """Print a line, or several, within a part; taken literally.
-
-    Args:
-        console: Where to print.
-        text: One or more lines.
-    """
+    """Print a line, or several, within a part; taken literally."""
     console.print(indent(text, "  "), markup=False, highlight=False, soft_wrap=True)
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a duration in milliseconds.
-
-    Args:
-        seconds: The duration.
-    """
+    """Format a duration in milliseconds."""
     return f"{seconds * 1000:.0f} ms"
 
 
 def show_costs(console: Console, costs: Costs) -> None:
-    """Print what checkpointing cost the training.
-
-    Args:
-        console: Where to print.
-        costs: What the journals say.
-    """
+    """Print what checkpointing cost the training."""
     heading(console, "What it cost")
     state = f"{costs.parameters / 1e6:.1f} M parameters, {costs.state_bytes / MB:.0f} MB of state"
     detail(console, f"model and optimizer   {state}")
@@ -59,12 +40,7 @@ def show_costs(console: Console, costs: Costs) -> None:
 
 
 def show_recoveries(console: Console, recoveries: Iterable[Recovery]) -> None:
-    """Print where each recovery came from, and how long it took.
-
-    Args:
-        console: Where to print.
-        recoveries: In the order in which they took place.
-    """
+    """Print where each recovery came from, and how long it took."""
     heading(console, "What came back (training again: new processes included)")
     for recovery in recoveries:
         found = recovery.found
@@ -76,12 +52,7 @@ def show_recoveries(console: Console, recoveries: Iterable[Recovery]) -> None:
 
 
 def show_claims(console: Console, claims: Iterable[Claim]) -> None:
-    """Print which claims the records confirm, and which they don't.
-
-    Args:
-        console: Where to print.
-        claims: All of them, true or not.
-    """
+    """Print which claims the records confirm, and which they don't."""
     heading(console, "What the records show")
     for claim in claims:
         verdict = "[green]yes[/green]" if claim.holds else "[bold red]NO [/bold red]"

@@ -24,12 +24,6 @@ class Text:
 
         A pure function of step and rank, so that a resumed run sees the batches that the
         interrupted one would have seen.
-
-        Args:
-            step: The training step.
-            rank: The rank that gets the batch.
-            rows: Sequences in the batch.
-            context: Bytes in a sequence.
         """
         generator = torch.Generator().manual_seed(step * RANK_STRIDE + rank)
         starts = torch.randint(len(self._bytes) - context, (rows, 1), generator=generator)

@@ -52,12 +52,7 @@ class Options:
 
 
 class TrainingState(Stateful):
-    """Everything that a checkpoint holds: the model, the optimizer and the steps taken.
-
-    Args:
-        model: The model, sharded over all ranks.
-        optimizer: The model's optimizer.
-    """
+    """Everything that a checkpoint holds: the model, the optimizer and the steps taken."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
@@ -70,11 +65,7 @@ class TrainingState(Stateful):
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a loaded state.
-
-        Args:
-            state_dict: As `state_dict` returns it.
-        """
+        """Take over a loaded state."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -99,13 +90,7 @@ def main() -> None:
 
 
 def train_with_checkpoints(training: TrainingState, options: Options, record: Journal) -> None:
-    """Resume where the last run was, train and save; on return all checkpoints are on storage.
-
-    Args:
-        training: The training's state.
-        options: What the run was asked to do.
-        record: This rank's journal.
-    """
+    """Resume where the last run was, train and save; on return all checkpoints are on storage."""
     resume(training, options, record)
     writer = MemoryStorageWriter(options.path, memory_root=options.memory_root)
     train(training, options, record, writer)
@@ -115,13 +100,7 @@ def train_with_checkpoints(training: TrainingState, options: Options, record: Jo
 
 
 def resume(training: TrainingState, options: Options, record: Journal) -> None:
-    """Load the newest checkpoint that is whole, if there is one.
-
-    Args:
-        training: The training's state.
-        options: What the run was asked to do.
-        record: This rank's journal.
-    """
+    """Load the newest checkpoint that is whole, if there is one."""
     if journal.current_attempt() > 0:
         say("torchrun has restarted all ranks")
     reader = MemoryStorageReader(options.path, memory_root=options.memory_root)
@@ -143,11 +122,7 @@ def resume(training: TrainingState, options: Options, record: Journal) -> None:
 
 
 def nothing_to_recover(error: CheckpointException) -> bool:
-    """Tell whether a load failed on every rank because there is no checkpoint.
-
-    Args:
-        error: What `dcp.load` raised.
-    """
+    """Tell whether a load failed on every rank because there is no checkpoint."""
     return all(isinstance(cause, NoRecoverableCheckpoint) for cause, _ in error.failures.values())
 
 
@@ -159,11 +134,7 @@ def train(
 ) -> None:
     """Take the steps that are left, saving every `save_every` of them through the writer.
 
-    Args:
-        training: The state to go on from.
-        options: What the run was asked to do.
-        record: This rank's journal.
-        writer: Saves the checkpoints; None for a run without.
+    `writer`: saves the checkpoints; None for a run without.
     """
     text = Text()
     for step in range(training.step + 1, options.stop_after + 1):
@@ -178,14 +149,7 @@ def train(
 
 
 def take_step(training: TrainingState, text: Text, step: int, size: Size) -> float:
-    """Take one optimizer step; return the loss averaged over all ranks.
-
-    Args:
-        training: The training's state.
-        text: What the batches are taken from.
-        step: The step's number.
-        size: Shape of the model and of the batch.
-    """
+    """Take one optimizer step; return the loss averaged over all ranks."""
     inputs, targets = text.batch(step, dist.get_rank(), size.rows, size.context)
     loss = training.model(inputs, targets)
     loss.backward()
@@ -196,13 +160,7 @@ def take_step(training: TrainingState, text: Text, step: int, size: Size) -> flo
 
 
 def save(training: TrainingState, writer: MemoryStorageWriter, record: Journal) -> float:
-    """Save a checkpoint; return the seconds for which training was blocked.
-
-    Args:
-        training: The training's state.
-        writer: The writer of this run.
-        record: This rank's journal.
-    """
+    """Save a checkpoint; return the seconds for which training was blocked."""
     name = checkpoint_id(training.step)
     record.record(journal.SaveBegun(name))
     begun = time.perf_counter()
@@ -213,33 +171,19 @@ def save(training: TrainingState, writer: MemoryStorageWriter, record: Journal) 
 
 
 def record_stored(writer: MemoryStorageWriter, record: Journal) -> None:
-    """Record what became of the saves.
-
-    Args:
-        writer: The writer of this run.
-        record: This rank's journal.
-    """
+    """Record what became of the saves."""
     for found in writer.status():
         if found.state is State.DURABLE:
             record.record(journal.Stored(found.name, found.stage_seconds, found.flush_seconds))
 
 
 def finish(training: TrainingState, record: Journal) -> None:
-    """Record where the run ended and what its state was, bit for bit.
-
-    Args:
-        training: The training's state.
-        record: This rank's journal.
-    """
+    """Record where the run ended and what its state was, bit for bit."""
     record.record(journal.Finished(training.step, digest(training)))
 
 
 def build(size: Size) -> TrainingState:
-    """Make the model, sharded over all ranks, and its optimizer; the same in every run.
-
-    Args:
-        size: Shape of the model.
-    """
+    """Make the model, sharded over all ranks, and its optimizer; the same in every run."""
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -251,22 +195,14 @@ def build(size: Size) -> TrainingState:
 
 
 def average(loss: Tensor) -> float:
-    """Compute the mean of a value over all ranks.
-
-    Args:
-        loss: A scalar of this rank.
-    """
+    """Compute the mean of a value over all ranks."""
     total = loss.double()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def digest(training: TrainingState) -> str:
-    """Compute the SHA-256 of this rank's part of the parameters and the optimizer state.
-
-    Args:
-        training: The training's state.
-    """
+    """Compute the SHA-256 of this rank's part of the parameters and the optimizer state."""
     own = hashlib.sha256()
     for parameter in training.model.parameters():
         own.update(local_bytes(parameter))
@@ -276,21 +212,13 @@ def digest(training: TrainingState) -> str:
 
 
 def local_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of this rank's part of a tensor.
-
-    Args:
-        tensor: A tensor, or a DTensor.
-    """
+    """Return the bytes of this rank's part of a tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def arm_fault(options: Options) -> None:
-    """Have one rank of the first attempt killed in the middle of a save, where that is asked.
-
-    Args:
-        options: What the run was asked to do.
-    """
+    """Have one rank of the first attempt killed in the middle of a save, where that is asked."""
     armed = options.kill_in_save and journal.current_attempt() == 0
     if armed and dist.get_rank() == KILLED_RANK:
         faults.arm(f"stage.copied:kill:{options.kill_in_save}")
@@ -308,11 +236,7 @@ def process_group() -> Iterator[None]:
 
 @contextmanager
 def recording(options: Options) -> Iterator[Journal]:
-    """Open the journal of this rank, which also learns of an exception that ends the run.
-
-    Args:
-        options: What the run was asked to do.
-    """
+    """Open the journal of this rank, which also learns of an exception that ends the run."""
     record = Journal(options.journal, dist.get_rank())
     try:
         yield record
@@ -324,11 +248,7 @@ def recording(options: Options) -> Iterator[Journal]:
 
 
 def say(line: str) -> None:
-    """Print a line on rank 0.
-
-    Args:
-        line: Without its end.
-    """
+    """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 

@@ -23,11 +23,7 @@ class Workplace:
     in_tmpfs: bool
 
     def run_directory(self, run: str) -> Path:
-        """Return the directory for the journals of a run, made if need be.
-
-        Args:
-            run: The run's name.
-        """
+        """Return the directory for the journals of a run, made if need be."""
         directory = self.records / run
         directory.mkdir(exist_ok=True)
         return directory
@@ -39,10 +35,8 @@ def workplace(storage: str | None, state_bytes: int, keep: bool) -> Iterator[Wor
 
     Under a given `storage`, the demo adds a directory of its own and leaves it there.
 
-    Args:
-        storage: Directory or URL for stored checkpoints; None for the workplace's own.
-        state_bytes: Bytes of a checkpoint: they decide whether memory is in tmpfs.
-        keep: Whether the workplace stays after the demo.
+    `storage`: directory or URL for stored checkpoints; None for the workplace's own. `state_bytes`:
+    bytes of a checkpoint: they decide whether memory is in tmpfs.
     """
     with ExitStack() as owned:
         work = Path(tempfile.mkdtemp(prefix=f"dcp_mem-demo-{os.getpid()}-")).resolve()
@@ -61,18 +55,13 @@ def workplace(storage: str | None, state_bytes: int, keep: bool) -> Iterator[Wor
 def fits_shared_memory(needed_bytes: int) -> bool:
     """Tell whether this machine has a tmpfs with that much room; containers often have 64 MiB.
 
-    Args:
-        needed_bytes: The room in bytes.
+    `needed_bytes`: the room in bytes.
     """
     return SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed_bytes
 
 
 def forget(memory: Path) -> None:
-    """Remove a memory root and everything in it, as the loss of the node would.
-
-    Args:
-        memory: The root's path; it need not exist.
-    """
+    """Remove a memory root and everything in it, as the loss of the node would."""
     if memory.exists():
         # Out of the way first: whoever still works in it can't put new files where old ones go.
         shutil.rmtree(memory.rename(memory.with_name(f"{memory.name}.gone")))

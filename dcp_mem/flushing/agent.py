@@ -42,10 +42,6 @@ def run(root: str, first: Registration | None) -> None:
     1. Lock the root; where another agent holds it, hand the registration to that agent and return.
     2. Listen for trainers on the socket, in a thread.
     3. Flush, until the root is gone or there has been nothing to do for a while.
-
-    Args:
-        root: The memory root.
-        first: The job of the trainer that started this agent.
     """
     lock = os.open(
         os.path.join(root, ".agent", "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600

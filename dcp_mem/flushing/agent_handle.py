@@ -31,20 +31,12 @@ _ADVICE = "give credentials as plain values or in the environment, or choose age
 
 
 def log_path(root: str) -> str:
-    """Return where the agent of this memory root writes its log.
-
-    Args:
-        root: The memory root.
-    """
+    """Return where the agent of this memory root writes its log."""
     return os.path.join(root, ".agent", "agent.log")
 
 
 def is_alive(root: str) -> bool:
-    """Return whether this memory root's agent runs.
-
-    Args:
-        root: The memory root.
-    """
+    """Return whether this memory root's agent runs."""
     try:
         descriptor = os.open(os.path.join(root, ".agent", "lock"), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -60,11 +52,7 @@ def is_alive(root: str) -> bool:
 
 
 class AgentHandle:
-    """A process's connection to the agent of its node; one for each memory root.
-
-    Args:
-        root: The memory root.
-    """
+    """A process's connection to the agent of its node; one for each memory root."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -78,13 +66,9 @@ class AgentHandle:
 
         Doesn't wait for the agent's start.
 
-        Args:
-            registration: How the job's checkpoints are flushed.
-            is_waiting: The caller waits for the flush; training doesn't wait for it.
-
-        Returns:
-            Why there is no agent that answers, behind "the agent"; "" where it has answered, or was
-            started for the first time.
+        `is_waiting`: the caller waits for the flush; training doesn't wait for it. Returns why
+        there is no agent that answers, behind "the agent"; "" where it has answered, or was started
+        for the first time.
         """
         message = pickle.dumps(registration)
         is_silent = self._why_not == _SILENT and not is_waiting
@@ -135,14 +119,8 @@ def _has_ended(child: int) -> bool:
 def send(root: str, message: bytes, seconds: float = _ANSWER_SECONDS) -> bool | None:
     """Hand a registration to the agent that runs.
 
-    Args:
-        root: The memory root.
-        message: The pickled registration.
-        seconds: How long to wait for the answer.
-
-    Returns:
-        False where no agent takes it; None where one runs and hasn't answered: it reads the message
-        as soon as it can.
+    Returns False where no agent takes it; None where one runs and hasn't answered: it reads the
+    message as soon as it can.
     """
     try:
         with socket_directory(root) as directory, socket.socket(socket.AF_UNIX) as connection:
@@ -207,11 +185,7 @@ def _open_privately(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def socket_directory(root: str) -> Iterator[str]:
-    """Open `.agent` under a short path: socket addresses may have only 108 bytes.
-
-    Args:
-        root: The memory root.
-    """
+    """Open `.agent` under a short path: socket addresses may have only 108 bytes."""
     descriptor = os.open(os.path.join(root, ".agent"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}"

@@ -86,23 +86,9 @@ class Superseded(Exception):
 def flush(job: FlushJob) -> bool:
     """Make a complete checkpoint durable; on return it is committed, by this node or another.
 
-    Args:
-        job: The checkpoint, and what to work with.
-
-    Returns:
-        Whether this node is the one that has committed it.
-
-    Raises:
-        StorageUnavailable: Nothing is committed; repeat the flush.
-        StorageRefused: Nothing is committed; repeating helps once the cause is removed.
-        AlreadyFlushing: Another process of this node flushes it.
-        NotYet: Other nodes' parts are missing.
-        CheckpointExists: overwrite=False, and storage has another checkpoint of that name.
-        Evicted: The checkpoint is no longer in memory.
-        Superseded: A newer checkpoint has made this one pointless.
-        SegmentCorrupt: Memory lacks bytes of it.
-        StorageTaken: A newer run has the storage. The checkpoint may be committed all the same, but
-            that run may delete or replace it.
+    Returns whether this node is the one that has committed it. Raises StorageUnavailable,
+    StorageRefused, AlreadyFlushing, NotYet, CheckpointExists, Evicted, Superseded, SegmentCorrupt,
+    StorageTaken.
     """
     return with_lease(job.checkpoint, lambda: _flush(job))
 
@@ -199,16 +185,7 @@ def _missing_of_lost(job: FlushJob, parts: Parts, node: str) -> str:
 def with_lease(checkpoint: LocalCheckpoint, act: Callable[[], T]) -> T:
     """Call `act` while neither eviction nor a new save can touch the checkpoint.
 
-    Args:
-        checkpoint: It is leased, and locked against this node's other flushers.
-        act: Called without arguments.
-
-    Returns:
-        What `act` returns.
-
-    Raises:
-        Evicted: The checkpoint isn't in memory, or has left it meanwhile.
-        AlreadyFlushing: Another process of this node flushes it.
+    Raises Evicted, AlreadyFlushing.
     """
     try:
         descriptor = os.open(checkpoint.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -255,11 +232,7 @@ def _is_in_memory(checkpoint: LocalCheckpoint) -> bool:
 def refuse_to_overwrite(job: FlushJob) -> None:
     """Make sure that no other checkpoint of the name is committed, where overwrite=False.
 
-    Args:
-        job: The flush.
-
-    Raises:
-        CheckpointExists: There is one.
+    Raises CheckpointExists.
     """
     manifest = job.checkpoint.manifest
     if job.overwrite or committed_save_id(job.storage, manifest) == manifest.save_id:
@@ -272,9 +245,7 @@ def refuse_to_overwrite(job: FlushJob) -> None:
 def refuse_to_bring_back(job: FlushJob) -> None:
     """Make sure that what the save found and made on storage is still there.
 
-    Raises:
-        Superseded: Somebody has removed the directory that the save made, or another writer has
-            saved there since.
+    Raises Superseded.
     """
     manifest = job.checkpoint.manifest
     if manifest.replaces is None:
@@ -295,12 +266,7 @@ def refuse_to_come_late(job: FlushJob, parts: Parts) -> None:
 
     The job may have gone on elsewhere; this node's memory doesn't show it.
 
-    Args:
-        job: The flush.
-        parts: What storage has of the checkpoint.
-
-    Raises:
-        Superseded: There is a newer attempt.
+    Raises Superseded.
     """
     manifest = job.checkpoint.manifest
     others = list(parts.other_attempts())
@@ -325,18 +291,8 @@ def _stored_manifest(job: FlushJob, save_id: str) -> Manifest | None:
 def commit(job: FlushJob) -> bytes:
     """Publish the catalog, the manifest and last, in one put, `.metadata`.
 
-    Args:
-        job: The flush; all parts of its checkpoint are stored.
-
-    Returns:
-        The `.metadata` that was replaced; empty if there was none.
-
-    Raises:
-        CheckpointExists: overwrite=False, and another checkpoint was committed meanwhile.
-        StorageUnavailable: Nothing is committed; repeat it.
-        StorageRefused: Nothing is committed.
-        SegmentCorrupt: Memory has lost the catalog.
-        SegmentsGone: Storage has lost segments.
+    Returns the `.metadata` that was replaced; empty if there was none. Raises CheckpointExists,
+    StorageUnavailable, StorageRefused, SegmentCorrupt, SegmentsGone.
     """
     manifest = job.checkpoint.manifest
     catalog = catalog_of(job.checkpoint)

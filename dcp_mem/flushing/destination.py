@@ -23,9 +23,6 @@ class Destination:
 
     A job may register anew at any time, also during a flush: so all that depends on its
     registration is given one, whose credentials must hold (`environment_of`).
-
-    Args:
-        is_live: Whether a trainer of the job lives on this node.
     """
 
     def __init__(self, is_live: Callable[[], bool]) -> None:
@@ -77,13 +74,7 @@ class Destination:
     def retain(
         self, registration: Registration, memory: JobMemory, committed: Manifest
     ) -> list[str]:
-        """Delete from storage what the job doesn't keep; return the names.
-
-        Args:
-            registration: Says what the job keeps.
-            memory: The job's.
-            committed: Manifest of the checkpoint that is there now.
-        """
+        """Delete from storage what the job doesn't keep; return the names."""
         if registration.keep_storage is None:
             return []
         storage = self.storage(registration)

@@ -32,23 +32,13 @@ _ENDING_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportTask:
-    """One checkpoint to export, as the program gets it.
-
-    Attributes:
-        memory_root: Where the job's memory lies.
-        job: Name of the job.
-        url: The job's root on storage.
-        storage_options: For that.
-        upload_limit: Bytes per second to send; None: no limit.
-        checkpoint: What is to be exported.
-        request: The program's own arguments, pickled.
-    """
+    """One checkpoint to export, as the program gets it."""
 
     memory_root: str
     job: str
     url: str
     storage_options: Mapping[str, Any] = field(repr=False)
-    upload_limit: int | None
+    upload_limit: int | None  # bytes per second to send; None: no limit
     checkpoint: ExportRecord
     request: bytes = field(repr=False)
 
@@ -66,9 +56,6 @@ class Exporter:
     """Runs the exports of a memory root, one at a time, while no flush is due.
 
     One thread calls it. Nothing here raises, nor waits for an export.
-
-    Args:
-        root: The memory root.
     """
 
     def __init__(self, root: str) -> None:
@@ -88,11 +75,7 @@ class Exporter:
             _tell(running.process, PAUSE)
 
     def go_on(self, jobs: Sequence[tuple[JobExports, Registration]]) -> None:
-        """Have the export go on that runs; begin the next one where none does.
-
-        Args:
-            jobs: Those that export something.
-        """
+        """Have the export go on that runs; begin the next one where none does."""
         running = self._running
         if running is not None and running.process.poll() is not None:
             self._running = None

@@ -24,10 +24,6 @@ class JobExports:
 
     What an agent that died had begun is begun again: where memory had no room for a record, this
     process alone knows it.
-
-    Args:
-        root: The memory root.
-        job: Name of the job.
     """
 
     def __init__(self, root: str, job: str) -> None:
@@ -36,12 +32,7 @@ class JobExports:
         self._due: dict[str, float] = {}
 
     def look_at(self, order: ExportOrder, manifest: Manifest) -> None:
-        """Decide whether a checkpoint is exported; each is looked at once.
-
-        Args:
-            order: Which ones are.
-            manifest: Of one that is durable, or stays in memory.
-        """
+        """Decide whether a checkpoint is exported; each is looked at once."""
         records = self._records()
         if manifest.save_id in records.seen:
             return
@@ -89,19 +80,14 @@ class JobExports:
         return [self._due.get(one.save_id, 0.0) for one in self._open()]
 
     def begin(self, record: ExportRecord) -> None:
-        """Note that an export runs.
-
-        Args:
-            record: As `next_due` returned it.
-        """
+        """Note that an export runs."""
         self._put(self._records().updated(replace(record, state=ExportState.RUNNING)))
 
     def end(self, record: ExportRecord) -> None:
         """Note what became of an export.
 
-        Args:
-            record: Its state is EXPORTED or SKIPPED, or FAILED for one that is tried again, unless
-                that was its last try.
+        `record`: its state is EXPORTED or SKIPPED, or FAILED for one that is tried again, unless
+        that was its last try.
         """
         if record.state is ExportState.FAILED:
             attempts = record.attempts + 1

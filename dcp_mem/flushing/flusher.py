@@ -62,16 +62,9 @@ class _Retry:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One checkpoint that is being flushed.
+    """One checkpoint that is being flushed."""
 
-    Attributes:
-        registration: The job's, as it is at the beginning.
-        memory: The job's.
-        checkpoint: The one to flush.
-        attempt: Its records.
-    """
-
-    registration: Registration
+    registration: Registration  # the job's, as it is at the beginning
     memory: JobMemory
     checkpoint: LocalCheckpoint
     attempt: FlushAttempt
@@ -81,11 +74,6 @@ class JobFlusher:
     """Flushes one job's checkpoints, one at a time.
 
     `register`, `retry` and what only asks may be called from any thread; one thread calls the rest.
-
-    Args:
-        root: The memory root.
-        registration: How the job's checkpoints are flushed.
-        before_flush: Called before each flush.
     """
 
     def __init__(
@@ -106,11 +94,7 @@ class JobFlusher:
         self.register(registration)
 
     def register(self, registration: Registration) -> None:
-        """Take new credentials or nodes: failed flushes may wait for those.
-
-        Args:
-            registration: How the job's checkpoints are flushed from now on.
-        """
+        """Take new credentials or nodes: failed flushes may wait for those."""
         known, run = self._registration, registration.run
         if registration.nodes is None:
             registration = replace(registration, nodes=known.nodes)
@@ -156,8 +140,7 @@ class JobFlusher:
 
         A new mark comes first: the checkpoint may leave memory, and retention is not to count it.
 
-        Returns:
-            False where none is due.
+        Returns False where none is due.
         """
         self._carry_rejections(lambda save_id: save_id not in self._mark_retries)
         checkpoint = self.queue.next_due()

@@ -19,9 +19,6 @@ class FlushLoop:
 
     Checksums of all their checkpoints are made meanwhile: a slow flush doesn't hold those up.
     One thread calls `run`; all other methods may be called from any thread.
-
-    Args:
-        root: The memory root.
     """
 
     def __init__(self, root: str) -> None:
@@ -35,11 +32,7 @@ class FlushLoop:
     def register(self, registration: Registration) -> bool:
         """Take a job on, and look at once whether it has a checkpoint to flush.
 
-        Args:
-            registration: How the job's checkpoints are flushed.
-
-        Returns:
-            False where the loop has ended: then nothing was taken on.
+        Returns False where the loop has ended: then nothing was taken on.
         """
         with self._lock:
             if not self._is_closed:
@@ -62,10 +55,8 @@ class FlushLoop:
         3. End, if there has been nothing to do for long enough.
         4. Otherwise wait until a checkpoint is due, or a job is registered.
 
-        Args:
-            may_go_on: Asked before each round; the loop ends where it says no.
-            linger_seconds: How long the loop goes on with nothing to do; None: until `stop`.
-            look_seconds: Longest time between two looks at the memory root.
+        `may_go_on`: asked before each round; the loop ends where it says no. `linger_seconds`: how
+        long the loop goes on with nothing to do; None: until `stop`.
         """
         try:
             self._run(may_go_on, linger_seconds, look_seconds)
@@ -100,11 +91,7 @@ class FlushLoop:
         self._woken.set()
 
     def drain(self, timeout_seconds: float) -> None:
-        """Try all that is pending once more, and wait until it is done or has failed again.
-
-        Args:
-            timeout_seconds: The most to wait; what is pending then stays pending.
-        """
+        """Try all that is pending once more, and wait until it is done or has failed again."""
         deadline = time.monotonic() + timeout_seconds
         self._scheduler.retry()
         self._woken.set()

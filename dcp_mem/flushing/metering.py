@@ -31,11 +31,9 @@ class Meter:
     ) -> None:
         """Begin an attempt.
 
-        Args:
-            before: What came of earlier attempts.
-            retries: Returns how many requests were repeats so far, of this attempt and others.
-            report: Called with stage and figures, every half second at most, by the thread that
-                counts: it must be quick, and not raise.
+        `retries`: returns how many requests were repeats so far, of this attempt and others.
+        `report`: called with stage and figures, every half second at most, by the thread that
+        counts: it must be quick, and not raise.
         """
         self._lock = threading.Lock()
         self._so_far = before or Transfer()
@@ -46,12 +44,7 @@ class Meter:
         self._has_begun = False
 
     def expect(self, nbytes: int, parts: int) -> None:
-        """Add to what this attempt has to move, none of which storage is known to have.
-
-        Args:
-            nbytes: Bytes to move.
-            parts: Parts that they are sent in.
-        """
+        """Add to what this attempt has to move, none of which storage is known to have."""
         with self._lock:
             known = (
                 self._so_far
@@ -62,11 +55,7 @@ class Meter:
             self._has_begun = True
 
     def find_stored(self, nbytes: int) -> None:
-        """Note that storage has all of this node's bytes since an earlier attempt.
-
-        Args:
-            nbytes: Bytes of this node's part.
-        """
+        """Note that storage has all of this node's bytes since an earlier attempt."""
         with self._lock:
             self._so_far = replace(self._so_far, nbytes=nbytes, stored_nbytes=nbytes)
             self._has_begun = True
@@ -74,10 +63,7 @@ class Meter:
     def count(self, nbytes: int, *, is_sent: bool, is_reused: bool = False) -> None:
         """Count a part that storage has now, sent by this attempt or by an earlier one.
 
-        Args:
-            nbytes: Bytes of the part.
-            is_sent: Whether this attempt has sent it.
-            is_reused: Whether this attempt has had it copied from an earlier checkpoint.
+        `is_reused`: whether this attempt has had it copied from an earlier checkpoint.
         """
         with self._lock:
             known = self._so_far
@@ -98,11 +84,7 @@ class Meter:
 
     @contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:
-        """Time what runs meanwhile, as this stage.
-
-        Args:
-            stage: The stage of the flush.
-        """
+        """Time what runs meanwhile, as this stage."""
         with self._lock:
             self._stage, self._since = stage, time.monotonic()
         try:
@@ -133,8 +115,7 @@ class Meter:
 class Throttle:
     """Lets through so many bytes per second. Thread-safe.
 
-    Args:
-        bytes_per_second: The most to send per second; None for no limit.
+    `bytes_per_second`: the most to send per second; None for no limit.
     """
 
     def __init__(self, bytes_per_second: float | None) -> None:
@@ -143,12 +124,7 @@ class Throttle:
         self._free_at = 0.0
 
     def wait(self, nbytes: int, stop: threading.Event) -> None:
-        """Wait until a part of so many bytes may be sent, or until `stop` is set.
-
-        Args:
-            nbytes: Bytes of the part.
-            stop: Ends the wait early.
-        """
+        """Wait until a part of so many bytes may be sent, or until `stop` is set."""
         if self._rate is None:
             return
         with self._changed:
@@ -160,11 +136,7 @@ class Throttle:
                 self._changed.wait(min(self._free_at - now, _LOOK))
 
     def give_back(self, nbytes: int) -> None:
-        """Return the time of a part that need not be sent: storage turned out to have it.
-
-        Args:
-            nbytes: Bytes of the part.
-        """
+        """Return the time of a part that need not be sent: storage turned out to have it."""
         if self._rate is not None:
             with self._changed:
                 self._free_at -= nbytes / self._rate

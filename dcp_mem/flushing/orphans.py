@@ -68,11 +68,8 @@ def collect_older_attempts(
     manifest says so, or if all that it has put was put before anything of this one: an attempt that
     goes on meanwhile is left alone. The times compared are all of the storage's one clock.
 
-    Args:
-        storage: The job's root.
-        manifest: Of the committed checkpoint.
-        may_drop: Tells of an attempt whether it may be removed. Given the token of its run, or ""
-            where that isn't known, and the save id.
+    `may_drop`: tells of an attempt whether it may be removed. Given the token of its run, or ""
+    where that isn't known, and the save id.
     """
     found = [one for one in _files(storage, manifest.name) if _is_of_scope(one, manifest.scope)]
     own_times = [
@@ -109,12 +106,7 @@ def delete_checkpoint(storage: Storage, name: str) -> int:
     `.metadata` goes first: a deletion that is broken off leaves nothing that readers take for a
     checkpoint.
 
-    Args:
-        storage: The job's.
-        name: The checkpoint's name.
-
-    Returns:
-        How many bytes were deleted.
+    Returns how many bytes were deleted.
     """
     found = list(_walk(storage, name))
     for key, _ in sorted(
@@ -130,11 +122,6 @@ def delete_attempt(storage: Storage, name: str, save_id: str) -> None:
     """Delete what one attempt has put under a name.
 
     What attempts share (catalogs) goes as well where there is no other attempt.
-
-    Args:
-        storage: The job's root.
-        name: The checkpoint's.
-        save_id: Of the attempt.
     """
     found = sorted(_files(storage, name), key=_inner_first)
     is_only = {one.save_id for one in found if not one.is_ticket} <= {save_id, ""}
@@ -148,9 +135,7 @@ def orphans(storage: Storage, older_than: float) -> list[Orphan]:
 
     Files that dcp_mem hasn't written are never among them.
 
-    Args:
-        storage: The job's root.
-        older_than: Seconds since the last change under the name, or of the upload.
+    `older_than`: seconds since the last change under the name, or of the upload.
     """
     cutoff = time.time() - older_than
     listed = {entry.name for entry in storage.ls("") if entry.is_directory}

@@ -31,10 +31,7 @@ _NOBODY = "another run"
 class Ownership:
     """One node's part in the ownership of its job's storage.
 
-    Args:
-        memory: The job's memory on this node.
-        storage: Returns the job's root.
-        is_live: Returns whether a trainer of the job lives on this node.
+    `is_live`: returns whether a trainer of the job lives on this node.
     """
 
     def __init__(
@@ -51,9 +48,7 @@ class Ownership:
     def claim(self) -> None:
         """Take generations for the runs in this memory that have none yet; oldest run first.
 
-        Raises:
-            StorageTaken: A newer run has the storage.
-            StorageUnavailable, StorageRefused: As the storage does.
+        Raises StorageTaken, StorageUnavailable, StorageRefused.
         """
         for _ in range(_TRIES):
             newest = self._newest_claim()
@@ -72,20 +67,14 @@ class Ownership:
     def check(self) -> None:
         """Make sure that no newer run has taken the storage.
 
-        Raises:
-            StorageTaken: One has.
-            StorageUnavailable, StorageRefused: As the storage does.
+        Raises StorageTaken, StorageUnavailable, StorageRefused.
         """
         newest = self._newest_claim()
         if newest and not self._is_ours(newest):
             raise self._taken(newest)
 
     def is_own(self, run: str) -> bool:
-        """Return whether this memory acts for a run.
-
-        Args:
-            run: Token of the run.
-        """
+        """Return whether this memory acts for a run."""
         return run in self._lineage()
 
     def may_delete(self, run: str) -> bool:
@@ -93,8 +82,7 @@ class Ownership:
 
         Without conditions nobody can be kept from committing what is deleted at the same moment.
 
-        Args:
-            run: Token of the run that has put the files; "" where it isn't known.
+        `run`: token of the run that has put the files; "" where it isn't known.
         """
         return self._storage.has_conditions() or (run != "" and self.is_own(run))
 

@@ -32,39 +32,27 @@ from dcp_mem.storage import Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushJob:
-    """One attempt at flushing one checkpoint.
-
-    Attributes:
-        checkpoint: In this node's memory.
-        node: Id of this node.
-        storage: The job's root.
-        overwrite: Whether another checkpoint of the name may be replaced.
-        meter: Counts what the attempt moves.
-        throttle: Limits how fast bytes are sent.
-        lost: Ids of nodes that won't put their parts any more, so that others do it.
-        damaged: Segments whose copies here have turned out damaged. The attempt adds to it; it is
-            kept from one attempt to the next.
-        ownership: Of the storage; None where there is nobody to share it with.
-        was_put: This node's part was stored by an earlier attempt, and a newer checkpoint is
-            durable.
-        memory: The job's memory, where checksums are kept.
-        reuse: What unchanged parts are copied from; None: everything is sent.
-        takes_rejected: Whether a checkpoint that was rejected is committed all the same.
-    """
+    """One attempt at flushing one checkpoint."""
 
     checkpoint: LocalCheckpoint
     node: str
     storage: Storage
-    overwrite: bool
+    overwrite: bool  # whether another checkpoint of the name may be replaced
     meter: Meter = field(default_factory=Meter)
+    # limits how fast bytes are sent
     throttle: Throttle = field(default_factory=lambda: Throttle(None))
+    # ids of nodes that won't put their parts any more, so that others do it
     lost: frozenset[str] = frozenset()
+    # Segments whose copies here have turned out damaged. The attempt adds to it; it is kept from
+    # one attempt to the next.
     damaged: set[str] = field(default_factory=set)
+    # of the storage; None where there is nobody to share it with
     ownership: Ownership | None = None
+    # this node's part was stored by an earlier attempt, and a newer checkpoint is durable
     was_put: bool = False
     memory: JobMemory | None = None
-    reuse: Reuse | None = None
-    takes_rejected: bool = False
+    reuse: Reuse | None = None  # what unchanged parts are copied from; None: everything is sent
+    takes_rejected: bool = False  # whether a checkpoint that was rejected is committed all the same
 
     @property
     def may_commit(self) -> bool:
@@ -89,12 +77,8 @@ class FlushJob:
     def may_drop(self, run: str, save_id: str) -> bool:
         """Decide that an attempt under this checkpoint's name is dropped, if it still can be.
 
-        Args:
-            run: Token of the run that made it; "" where that isn't known.
-            save_id: Of the attempt.
-
-        Returns:
-            False where its run may have committed it, or is about to.
+        `run`: token of the run that made it; "" where that isn't known. Returns False where its run
+        may have committed it, or is about to.
         """
         if self.ownership is None or (run and self.ownership.is_own(run)):
             return True
@@ -110,11 +94,7 @@ class FlushJob:
         return wanted
 
     def key(self, file: str) -> str:
-        """Return a file's key on storage.
-
-        Args:
-            file: The file's name, without the checkpoint's.
-        """
+        """Return a file's key on storage."""
         return f"{self.checkpoint.name}/{file}"
 
 
@@ -126,19 +106,11 @@ class Parts:
     listed: frozenset[str]
 
     def has_node(self, node: str) -> bool:
-        """Return whether all segments of the node are stored.
-
-        Args:
-            node: The node's name.
-        """
+        """Return whether all segments of the node are stored."""
         return self._has(names.stored_node_manifest(self.manifest.save_id, node))
 
     def has_segment(self, rank: int) -> bool:
-        """Return whether another node has put the rank's segment, in a takeover.
-
-        Args:
-            rank: The rank whose segment it is.
-        """
+        """Return whether another node has put the rank's segment, in a takeover."""
         return self._has(names.stored_segment_table(self.manifest.save_id, rank))
 
     def missing(self) -> list[str]:
@@ -158,11 +130,7 @@ class Parts:
 
 
 def parts_of(job: FlushJob) -> Parts:
-    """List on storage which parts of the checkpoint are there.
-
-    Args:
-        job: The flush.
-    """
+    """List on storage which parts of the checkpoint are there."""
     listed = job.storage.ls(job.key(names.OWN))
     return Parts(job.checkpoint.manifest, frozenset(entry.name for entry in listed))
 
@@ -170,11 +138,7 @@ def parts_of(job: FlushJob) -> Parts:
 def put_part(job: FlushJob) -> None:
     """Upload this node's segments, and then its node manifest: it says that all of them are stored.
 
-    Args:
-        job: The flush.
-
-    Raises:
-        StorageUnavailable, StorageRefused, SegmentCorrupt: As `upload_all` does.
+    Raises StorageUnavailable, StorageRefused, SegmentCorrupt.
     """
     manifest = job.checkpoint.manifest
     with job.meter.stage("segments"):
@@ -203,15 +167,7 @@ def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, Upload
     What has changed since its checksums were made isn't put. Where none have been made so far,
     those of the bytes that were put are kept beside the segment, if memory has room.
 
-    Args:
-        job: The flush.
-        segments: Segments whose files are in this node's memory.
-
-    Returns:
-        The segments, by file.
-
-    Raises:
-        StorageUnavailable, StorageRefused, SegmentCorrupt: As `upload_all` does.
+    Raises StorageUnavailable, StorageRefused, SegmentCorrupt.
     """
     stored, catalog = stored_sizes(job), catalog_of(job.checkpoint)
     manifest, reuse = job.checkpoint.manifest, job.reuse
@@ -250,11 +206,7 @@ def _table(job: FlushJob, catalog: Catalog, segment: Segment) -> ItemTable:
 
 
 def stored_sizes(job: FlushJob) -> dict[str, int]:
-    """Return how many bytes storage has of each segment, by file.
-
-    Args:
-        job: The flush.
-    """
+    """Return how many bytes storage has of each segment, by file."""
     return {entry.name: entry.nbytes for entry in job.storage.ls(job.checkpoint.name)}
 
 
@@ -263,9 +215,6 @@ def drop_part(job: FlushJob) -> None:
 
     What is stored whole stays: this node's finished part, a segment that another node has put, and
     everything once the checkpoint is committed.
-
-    Args:
-        job: The flush that failed for good.
     """
     parts, manifest = parts_of(job), job.checkpoint.manifest
     is_committed = committed_save_id(job.storage, manifest) == manifest.save_id
@@ -278,23 +227,13 @@ def drop_part(job: FlushJob) -> None:
 
 
 def committed_save_id(storage: Storage, manifest: Manifest) -> str:
-    """Return the manifest's save id where `.metadata` on storage is that of its save, else "".
-
-    Args:
-        storage: The job's.
-        manifest: The checkpoint's.
-    """
+    """Return the manifest's save id where `.metadata` on storage is that of its save, else ""."""
     is_committed = manifest.save_id.encode() in committed_metadata(storage, manifest)
     return manifest.save_id if is_committed else ""
 
 
 def committed_metadata(storage: Storage, manifest: Manifest) -> bytes:
-    """Return the `.metadata` that storage has under the name; empty where there is none.
-
-    Args:
-        storage: The job's.
-        manifest: The checkpoint's; its name and scope count.
-    """
+    """Return the `.metadata` that storage has under the name; empty where there is none."""
     try:
         return storage.get(f"{manifest.name}/{names.metadata_file(manifest.scope)}")
     except StorageKeyMissing:
@@ -302,11 +241,7 @@ def committed_metadata(storage: Storage, manifest: Manifest) -> bytes:
 
 
 def has_new_catalog(checkpoint: LocalCheckpoint) -> bool:
-    """Return whether the coordinator has replaced the catalog in memory meanwhile.
-
-    Args:
-        checkpoint: As it was found.
-    """
+    """Return whether the coordinator has replaced the catalog in memory meanwhile."""
     try:
         now = Manifest.from_json(read_bytes(checkpoint.manifest_path))
     except (FileNotFoundError, ManifestInvalid):
@@ -318,11 +253,7 @@ def has_new_catalog(checkpoint: LocalCheckpoint) -> bool:
 def catalog_of(checkpoint: LocalCheckpoint) -> Catalog:
     """Return the catalog that lies beside a checkpoint in memory.
 
-    Args:
-        checkpoint: What this node has of the checkpoint.
-
-    Raises:
-        SegmentCorrupt: It is missing or damaged.
+    Raises SegmentCorrupt.
     """
     try:
         return read_catalog(checkpoint.directory, checkpoint.manifest.catalog)

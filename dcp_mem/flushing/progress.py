@@ -32,10 +32,7 @@ class FlushAttempt:
     ) -> None:
         """Begin an attempt.
 
-        Args:
-            memory: Of the checkpoint's job.
-            checkpoint: The one to flush.
-            waited_seconds: Time since this node's part was done, spent in waiting for other nodes.
+        `waited_seconds`: time since this node's part was done, spent in waiting for other nodes.
         """
         self._memory, self._checkpoint = memory, checkpoint
         self._started = time.monotonic()
@@ -53,8 +50,7 @@ class FlushAttempt:
     def meter(self, storage: RetryingStorage) -> Meter:
         """Return what counts this attempt on its way to the storage.
 
-        Args:
-            storage: The attempt's storage, which counts how often it repeats a request.
+        `storage`: the attempt's storage, which counts how often it repeats a request.
         """
         self._meter = Meter(self._before, retries=lambda: storage.retries, report=self._report)
         return self._meter
@@ -64,11 +60,7 @@ class FlushAttempt:
         return self._record_at("", self._meter.transfer())
 
     def note(self, record: FlushRecord) -> None:
-        """Write the record down in memory, if there is room for that.
-
-        Args:
-            record: How far the flush is, or how it ended.
-        """
+        """Write the record down in memory, if there is room for that."""
         try:
             self._memory.record_flush(self._checkpoint, record)
         except (DcpMemError, OSError) as error:
@@ -95,11 +87,8 @@ def add_to_stored_history(
 ) -> None:
     """Add a checkpoint's row to the history on storage; a failure is logged.
 
-    Args:
-        storage: The job's root.
-        row: Takes the place of an earlier one of the same save.
-        known: Rows that replace a file that can't be read.
-        is_shown: Whether people look for the history in the root itself: a copy is put there.
+    `row`: takes the place of an earlier one of the same save. `is_shown`: whether people look for
+    the history in the root itself: a copy is put there.
     """
     try:
         before = _stored_history(storage)

@@ -26,32 +26,19 @@ class FlushState:
     """The state of one checkpoint's flush after the attempts so far.
 
     Times are those of `time.monotonic`; 0.0: never.
-
-    Attributes:
-        failures: Attempts that failed.
-        refusals: Those of them that storage refused.
-        first_failure: When the first one failed.
-        due: When the next attempt is.
-        was_put: Whether this node's part has been seen on storage.
-        waits: How often other nodes' parts were missing.
-        waiting_since: Since when they have been missing.
-        own_part_seconds: What this node's own part took.
-        last_look: When other nodes' parts were last looked for, if that was the last thing done.
-        without_trainer_since: Since when no trainer of the job has lived here, this node's part
-            being done.
-        lost: Nodes that aren't waited for any more.
-        damaged: As in `FlushJob`.
     """
 
     failures: int = 0
     refusals: int = 0
     first_failure: float = 0.0
     due: float = 0.0
-    was_put: bool = False
+    was_put: bool = False  # whether this node's part has been seen on storage
     waits: int = 0
     waiting_since: float = 0.0
     own_part_seconds: float = 0.0
+    # when other nodes' parts were last looked for, if that was the last thing done
     last_look: float = 0.0
+    # since when no trainer of the job has lived here, this node's part being done
     without_trainer_since: float = 0.0
     lost: frozenset[str] = frozenset()
     damaged: set[str] = field(default_factory=set)
@@ -67,8 +54,7 @@ class FlushState:
     def is_worth_trying(self, last_live: float) -> bool:
         """Return whether to go on for a job without trainers.
 
-        Args:
-            last_live: When a trainer of the job was last seen here; 0.0: never.
+        `last_live`: when a trainer of the job was last seen here; 0.0: never.
         """
         now = time.monotonic()
         since = min(filter(None, (self.first_failure, self.waiting_since)), default=now)
@@ -78,12 +64,7 @@ class FlushState:
 
 
 class FlushQueue:
-    """One job's checkpoints that await their flush.
-
-    Args:
-        root: The memory root.
-        job: Name of the job.
-    """
+    """One job's checkpoints that await their flush."""
 
     def __init__(self, root: str, job: str) -> None:
         self.job = job
@@ -96,8 +77,7 @@ class FlushQueue:
     def admit(self, run: str) -> None:
         """Take a run's checkpoints in.
 
-        Args:
-            run: Token of the run that has registered; "" stands for all runs.
+        `run`: token of the run that has registered; "" stands for all runs.
         """
         self._runs = {*(self._runs or ()), run} if run else None
 

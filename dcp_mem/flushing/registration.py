@@ -38,40 +38,25 @@ class Registration:
     """A job whose checkpoints are to be flushed.
 
     Options and environment may hold secrets: they stay in memory and out of `repr`.
-
-    Attributes:
-        job: Name of the job's directory under the memory root.
-        url: Root URL on storage.
-        overwrite: Whether a checkpoint may replace another one of its name.
-        storage_options: For the storage SDKs.
-        environment: The trainer's variables for storage SDKs; None where the scheduler runs in the
-            trainer itself.
-        now: Whether a caller waits: failed flushes are tried again at once.
-        upload_limit: Bytes per second of this node; None: no limit.
-        nodes: Those on which the job's ranks run; all others are lost. None: unknown.
-        keep_storage: Which checkpoints stay on storage; None: all.
-        persists_all: Whether none is left out because a newer one is durable.
-        on_nonfinite: As in `Settings`.
-        reuse_stored: As in `Settings`.
-        run: Token of the run that registers; "": the registration holds for all runs' checkpoints.
-        export: As in `Settings`. A registration without a run leaves it as it was.
-        shows_history: As in `Settings`.
-        umask: For files and directories on storage.
     """
 
-    job: str
+    job: str  # name of the job's directory under the memory root
     url: str
-    overwrite: bool
+    overwrite: bool  # whether a checkpoint may replace another one of its name
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    # the trainer's variables for storage SDKs; None where the scheduler runs in the trainer itself
     environment: Mapping[str, str] | None = field(default=None, repr=False)
-    now: bool = False
-    upload_limit: int | None = None
+    now: bool = False  # whether a caller waits: failed flushes are tried again at once
+    upload_limit: int | None = None  # bytes per second of this node; None: no limit
+    # Those on which the job's ranks run; all others are lost. None: unknown.
     nodes: frozenset[str] | None = None
-    keep_storage: Retention | None = None
-    persists_all: bool = False
+    keep_storage: Retention | None = None  # which checkpoints stay on storage; None: all
+    persists_all: bool = False  # whether none is left out because a newer one is durable
     on_nonfinite: str = "ignore"
     reuse_stored: bool = True
+    # token of the run that registers; "": the registration holds for all runs' checkpoints
     run: str = ""
+    # As in `Settings`. A registration without a run leaves it as it was.
     export: ExportOrder | None = None
     shows_history: bool = False
     umask: int = 0o077
@@ -79,8 +64,7 @@ class Registration:
     def reached_by(self, other: Registration) -> Registration:
         """Return this registration with another one's way to storage: its URL and credentials.
 
-        Args:
-            other: Of the same job, by somebody who saves nothing, such as `dcp-mem flush`.
+        `other`: of the same job, by somebody who saves nothing, such as `dcp-mem flush`.
         """
         return replace(
             self,
@@ -92,11 +76,7 @@ class Registration:
         )
 
     def has_same_destination(self, other: Registration) -> bool:
-        """Return whether both reach the same storage in the same way.
-
-        Args:
-            other: Of the same job.
-        """
+        """Return whether both reach the same storage in the same way."""
         return self._destination() == other._destination()
 
     def _destination(self) -> Registration:
@@ -126,11 +106,9 @@ def registration_of(
 ) -> Registration:
     """Return what the agent must know of this job.
 
-    Args:
-        settings: The job's, with a URL.
-        now: Whether a caller waits for the flush.
-        nodes: Ids of the nodes on which the job's ranks run, if that is known.
-        run: Token of the run that registers; "" for one that saves nothing itself.
+    `now`: whether a caller waits for the flush. `nodes`: ids of the nodes on which the job's ranks
+    run, if that is known. `run`: token of the run that registers; "" for one that saves nothing
+    itself.
     """
     assert settings.url is not None
     return Registration(
@@ -174,8 +152,7 @@ def environment_of(registration: Registration) -> Iterator[None]:
     One agent serves jobs that were started with different ones. Memory's files have modes that are
     stricter than any umask.
 
-    Args:
-        registration: Brings them; those of this process where it has no variables.
+    `registration`: brings them; those of this process where it has no variables.
     """
     before, variables = credential_environment(), registration.environment
     if variables is None:  # the trainer's own process

@@ -53,18 +53,8 @@ class Retainer:
            count.
         3. Delete each that is unchanged and that nobody reads, a limited number at once.
 
-        Args:
-            storage: The job's root.
-            policy: What stays.
-            committed: The checkpoint that has just been committed; it stays.
-            ownership: Of the storage; None where there is nobody to share it with.
-
-        Returns:
-            Names of the deleted checkpoints.
-
-        Raises:
-            StorageUnavailable, StorageRefused: As the storage does.
-            StorageTaken: A newer run has the storage; nothing more is deleted.
+        `ownership`: of the storage; None where there is nobody to share it with. Returns names of
+        the deleted checkpoints. Raises StorageUnavailable, StorageRefused, StorageTaken.
         """
         self._look(storage, committed)
         deleted = []

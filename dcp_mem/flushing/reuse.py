@@ -36,17 +36,12 @@ _NO_HASH = bytes(HASH_NBYTES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSegment:
-    """A segment of an earlier checkpoint on storage.
-
-    Attributes:
-        parts: Its parts, and their hashes.
-        is_trusted: Whether it needn't be read before it is copied, if a copy proves nothing.
-    """
+    """A segment of an earlier checkpoint on storage."""
 
     key: str
     nbytes: int
     parts: StoredParts
-    is_trusted: bool
+    is_trusted: bool  # whether it needn't be read before it is copied, if a copy proves nothing
 
     @property
     def source(self) -> Source:
@@ -74,12 +69,7 @@ class Reuse:
         self._has_looked = False
 
     def note(self, manifest: Manifest, parts: Mapping[str, StoredParts]) -> None:
-        """Remember the segments of a checkpoint that this node has put.
-
-        Args:
-            manifest: The checkpoint's.
-            parts: Of each segment, by file.
-        """
+        """Remember the segments of a checkpoint that this node has put."""
         if not parts:
             return
         others = [one for one in self._remembered if one.save_id != manifest.save_id]
@@ -93,11 +83,6 @@ class Reuse:
 
         That is the newest checkpoint of the same ranks that is durable and not rejected. An agent
         that has put nothing so far finds it by the history on storage.
-
-        Args:
-            storage: The job's root.
-            manifest: Of the checkpoint that is to be put.
-            segments: Those of its segments that are to be put.
         """
         try:
             if not self._remembered and not self._has_looked:
@@ -113,11 +98,7 @@ class Reuse:
 
 
 def stem_of(file: str) -> str:
-    """Return the part of a segment's name that is the same in every checkpoint.
-
-    Args:
-        file: The segment's name.
-    """
+    """Return the part of a segment's name that is the same in every checkpoint."""
     return file.rpartition("-")[0]
 
 
@@ -208,11 +189,8 @@ class SegmentCopies:
     Parts that can only be copied all together are held back until all are known to be unchanged.
     Once one has changed, those that were held back have to be sent.
 
-    Args:
-        stored: What may be copied from; None for nothing.
-        upload: Of the segment; None where storage has it already.
-        storage: The job's root.
-        nbytes: Length of the segment.
+    `stored`: what may be copied from; None for nothing. `upload`: of the segment; None where
+    storage has it already.
     """
 
     def __init__(
@@ -234,10 +212,6 @@ class SegmentCopies:
         """Return whether it is worth hashing a part: the source's has the same CRC32C.
 
         Without a source everything is: the next checkpoint may be made from this one.
-
-        Args:
-            number: Of the part.
-            crc32c: Of the part.
         """
         if self._stored is None:
             return True
@@ -247,13 +221,8 @@ class SegmentCopies:
     def take(self, number: int, crc32c: int, digest: bytes) -> bool | None:
         """Have a part copied, if it hasn't changed.
 
-        Args:
-            number: Of the part.
-            crc32c: Of the part.
-            digest: Its hash.
-
-        Returns:
-            True: storage has copied it. None: it is held back; see `copy_whole`. False: send it.
+        Returns True: storage has copied it. None: it is held back; see `copy_whole`. False: send
+        it.
         """
         if self._stored is None or not (self._copies_parts or self._is_whole):
             return False
@@ -287,11 +256,8 @@ class SegmentCopies:
     def released(self, most: int | None = None) -> list[tuple[int, int]]:
         """Return parts that were held back and are to be sent now, in order, each once.
 
-        Args:
-            most: How many; None for all.
-
-        Returns:
-            Number and CRC32C of each; nothing as long as all of the segment may be copied.
+        `most`: how many; None for all. Returns number and CRC32C of each; nothing as long as all of
+        the segment may be copied.
         """
         with self._lock:
             if self._is_whole:

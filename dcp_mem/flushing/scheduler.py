@@ -17,11 +17,7 @@ _EXPORT_LOOK = 0.2
 
 
 class FlushScheduler:
-    """Flushes the pending checkpoints of registered jobs.
-
-    Args:
-        root: The memory root.
-    """
+    """Flushes the pending checkpoints of registered jobs."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -29,11 +25,7 @@ class FlushScheduler:
         self._exporter = Exporter(root)
 
     def register(self, registration: Registration) -> None:
-        """Take a job on, or its new credentials or nodes.
-
-        Args:
-            registration: How the job's checkpoints are flushed.
-        """
+        """Take a job on, or its new credentials or nodes."""
         known = self._jobs.get(registration.job)
         if known is None:
             self._jobs[registration.job] = JobFlusher(
@@ -49,8 +41,7 @@ class FlushScheduler:
         2. Take the job that was served least recently among those with a checkpoint that is due.
         3. Flush the one that has failed least often, and of several the newest.
 
-        Returns:
-            False where no checkpoint is due.
+        Returns False where no checkpoint is due.
         """
         jobs = sorted(self._all(), key=lambda one: one.last_turn)
         for job in jobs:

@@ -32,12 +32,7 @@ def take_over(job: FlushJob, node: str) -> None:
 
     What this node can't put isn't its failure: another holder may have it.
 
-    Args:
-        job: The flush.
-        node: The lost node.
-
-    Raises:
-        StorageUnavailable, StorageRefused: As the storage does.
+    Raises StorageUnavailable, StorageRefused.
     """
     for segment in _in_order(job, node):
         is_here = os.path.exists(job.checkpoint.segment_path(segment.file))

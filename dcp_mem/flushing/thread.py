@@ -11,11 +11,7 @@ _DRAIN_SECONDS = 60.0
 
 
 class FlushThread:
-    """A daemon thread that flushes the checkpoints under a memory root.
-
-    Args:
-        root: The memory root.
-    """
+    """A daemon thread that flushes the checkpoints under a memory root."""
 
     def __init__(self, root: str) -> None:
         self._loop = FlushLoop(root)
@@ -23,11 +19,7 @@ class FlushThread:
         self._thread.start()
 
     def wake(self, registration: Registration) -> None:
-        """Tell the thread that the job may have a checkpoint to flush.
-
-        Args:
-            registration: How the job's checkpoints are flushed.
-        """
+        """Tell the thread that the job may have a checkpoint to flush."""
         self._loop.register(registration)
 
     def stop(self) -> None:

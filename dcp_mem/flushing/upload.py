@@ -31,35 +31,23 @@ _LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentUpload:
-    """A segment that is to be on storage.
-
-    Attributes:
-        table: Its items, with checksums if they have been made: then nothing else is put.
-        key: On storage.
-        is_stored: Whether storage has it whole already; then it is only read for its checksums.
-        is_hashed: Whether to hash its parts, so that later checkpoints can be made from them.
-        stored: What unchanged parts are copied from; None: all are sent.
-    """
+    """A segment that is to be on storage."""
 
     segment: Segment
-    table: ItemTable
+    table: ItemTable  # its items, with checksums if they have been made: then nothing else is put
     key: str
-    is_stored: bool
+    is_stored: bool  # whether storage has it whole already; then it is only read for its checksums
+    # whether to hash its parts, so that later checkpoints can be made from them
     is_hashed: bool = False
-    stored: StoredSegment | None = None
+    stored: StoredSegment | None = None  # what unchanged parts are copied from; None: all are sent
 
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """A segment that is on storage.
-
-    Attributes:
-        table: Its items with checksums.
-        parts: For later checkpoints; None where nothing can be copied from it.
-    """
+    """A segment that is on storage."""
 
     table: ItemTable
-    parts: StoredParts | None
+    parts: StoredParts | None  # for later checkpoints; None where nothing can be copied from it
 
 
 def parts_at_once() -> int:
@@ -81,20 +69,7 @@ def upload_all(
        storage has in an earlier checkpoint are copied there.
     3. Finish each segment's upload with its last part.
 
-    Args:
-        directory: The checkpoint's, in memory.
-        outgoing: The segments.
-        storage: Where to.
-        meter: Counts the parts.
-        throttle: Lets the parts through.
-
-    Returns:
-        The segments, by file.
-
-    Raises:
-        StorageUnavailable, StorageRefused: Parts that were put may stay; the next attempt goes on
-            with them.
-        SegmentCorrupt: Memory lacks bytes of a segment, or has others than were saved.
+    Raises StorageUnavailable, StorageRefused, SegmentCorrupt.
     """
     stop = threading.Event()
     with ExitStack() as resources:

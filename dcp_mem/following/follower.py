@@ -260,8 +260,7 @@ class Follower:
     def _taken(self, load: LoadAttempt) -> FollowedCheckpoint | None:
         """Load what is open, if a state dict is given; an older new one where it is damaged.
 
-        Returns:
-            None where all that is new is damaged, or storage has failed meanwhile.
+        Returns None where all that is new is damaged, or storage has failed meanwhile.
         """
         if self._state_dict is None:
             # What the loop body loads is this checkpoint, from any copy of it, or nothing.

@@ -29,25 +29,16 @@ from dcp_mem.storage.routes import open_storage
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """An open checkpoint, until it is loaded or let go of.
-
-    Attributes:
-        load: What has opened it.
-        opened: What is open.
-        links: Its files in this node's memory; None where there are none, or they are leased.
-    """
+    """An open checkpoint, until it is loaded or let go of."""
 
     load: LoadAttempt
     opened: OpenCheckpoint
+    # its files in this node's memory; None where there are none, or they are leased
     links: LinkedCheckpoint | None
 
 
 class HoldingReader(MemoryStorageReader):
-    """A reader that holds what a follower has opened, and keeps its view of memory and storage.
-
-    Attributes:
-        watch: What storage has.
-    """
+    """A reader that holds what a follower has opened, and keeps its view of memory and storage."""
 
     def __init__(
         self,
@@ -55,13 +46,7 @@ class HoldingReader(MemoryStorageReader):
         process_group: dist.ProcessGroup | None,
         options: Mapping[str, Any],
     ) -> None:
-        """Check the arguments; nothing is looked at yet.
-
-        Args:
-            root: As for `follow`.
-            process_group: As for `follow`.
-            options: Further arguments of the reader.
-        """
+        """Check the arguments; nothing is looked at yet."""
         super().__init__(root, process_group=process_group, record=False, **options)
         self._memory: JobMemory | None = None
         self._storage: Storage | None = None
@@ -84,12 +69,7 @@ class HoldingReader(MemoryStorageReader):
         return Places(self.memory(), self._storage, self.settings.job)
 
     def attempt(self, call: DcpCall, eligible: Eligible) -> LoadAttempt:
-        """Return a load that is about to begin.
-
-        Args:
-            call: The ranks that load.
-            eligible: Returns the candidates that will do.
-        """
+        """Return a load that is about to begin."""
         self._is_coordinator = call.rank == 0
         request = replace(
             self._request(call, self._taken_id(), time.monotonic(), True), eligible=eligible
@@ -100,10 +80,6 @@ class HoldingReader(MemoryStorageReader):
         """Keep an open checkpoint, for the next load or until `close`.
 
         Its files in this node's memory are linked, so that no save has to wait for this process.
-
-        Args:
-            load: Has opened it.
-            opened: What it has opened.
         """
         self.close()
         self._load, self._opened = load, opened
@@ -131,13 +107,7 @@ class HoldingReader(MemoryStorageReader):
     def load_held(
         self, state_dict: dict[str, Any], weights_only: bool, skip: TensorChoice | None
     ) -> RecoveryReport:
-        """Load what is held, and let go of it, however that ends.
-
-        Args:
-            state_dict: As for `dcp_mem.load`.
-            weights_only: As for `dcp_mem.load`.
-            skip: As for `dcp_mem.load`.
-        """
+        """Load what is held, and let go of it, however that ends."""
         try:
             load_or_raise_cause(
                 state_dict, storage_reader=self, weights_only=weights_only, skip=skip

@@ -44,18 +44,12 @@ class Verdict(Enum):
 @sendable
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What one rank has seen.
+    """What one rank has seen."""
 
-    Attributes:
-        is_survey_due: Whether its node's memory has something else than at the last survey, or that
-            was long ago.
-        is_stopped: Whether it was told to stop.
-        run: Token of the run that saves, or has saved, on its node; None where there is none.
-        has_ended: Whether that run has ended.
-    """
-
+    # whether its node's memory has something else than at the last survey, or that was long ago
     is_survey_due: bool
     is_stopped: bool
+    # token of the run that saves, or has saved, on its node; None where there is none
     run: str | None = None
     has_ended: bool = False
 
@@ -70,9 +64,7 @@ class Complaints:
     def make(self, text: str, about: str = "") -> None:
         """Log a warning, unless one about the same has been logged before.
 
-        Args:
-            text: For people.
-            about: What it is about; "" for a warning that differs from others by its text.
+        `about`: what it is about; "" for a warning that differs from others by its text.
         """
         if (about or text) not in self._made:
             self._made.add(about or text)
@@ -91,15 +83,7 @@ class Lookout:
         until_ended: bool,
         timeout: float | None,
     ) -> None:
-        """Take the follower's arguments; nothing is looked at yet.
-
-        Args:
-            reader: Knows memory and storage.
-            complaints: Says what is wrong, once.
-            only_durable: As for `follow`.
-            until_ended: As for `follow`.
-            timeout: As for `follow`.
-        """
+        """Take the follower's arguments; nothing is looked at yet."""
         self._reader, self._complaints = reader, complaints
         self._only_durable, self._until_ended, self._timeout = only_durable, until_ended, timeout
         self._memory_seen: object = None
@@ -112,18 +96,8 @@ class Lookout:
     ) -> Verdict:
         """Look, and return what all ranks do next; one gather, one broadcast.
 
-        Args:
-            ranks: The ranks that follow together.
-            begun: Since when they wait, by `time.monotonic`.
-            last: Place of the checkpoint that was taken last; None for none so far.
-            is_stopped: Whether this rank was told to stop.
-
-        Raises:
-            ConfigError: The job in memory has another root.
-            MemoryRootRefused: The memory root is another user's, or isn't safe.
-            StorageRefused: Storage can't be read, and nothing else is known of the run.
-            WaitTimeout: The time is over, and there was no checkpoint at all.
-            RankFailed: Another rank has failed.
+        `last`: place of the checkpoint that was taken last; None for none so far. Raises
+        ConfigError, MemoryRootRefused, StorageRefused, WaitTimeout, RankFailed.
         """
         verdict = from_all_ranks(
             ranks,
@@ -138,14 +112,7 @@ class Lookout:
 
         What was there at the last look has been surveyed since then.
 
-        Args:
-            ranks: As for `look_together`.
-            begun: As for `look_together`.
-            last: As for `look_together`.
-
-        Raises:
-            WaitTimeout: The time is over, and there was no checkpoint at all.
-            RankFailed: Another rank has failed.
+        Raises WaitTimeout, RankFailed.
         """
         verdict = on_rank_0(ranks, self._purpose(), lambda: self._wait_or_end(begun, last))
         return _raised_on_all(verdict)

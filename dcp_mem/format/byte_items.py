@@ -23,11 +23,7 @@ _SMALL_BYTES, _MOST_BYTES = 1 << 10, 256 << 10
 def stream_of(value: Any) -> io.BytesIO:
     """Return a value's bytes, as `torch.save` writes them.
 
-    Args:
-        value: Anything that can be pickled.
-
-    Raises:
-        Exception: What pickling raises.
+    Raises Exception.
     """
     if is_plain_value(value):
         pickled = pickle.dumps(value, 2)

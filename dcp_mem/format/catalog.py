@@ -88,44 +88,29 @@ class Catalog:
     An entry is a name of DCP's metadata; each of its rows is one item. The rows of an entry are
     adjacent, in the lexicographic order of their offsets. `width` is the largest number of
     dimensions.
-
-    Attributes:
-        names: All flattened names.
-        paths: The path of each name, as in DCP's planner data, None where a name has none. None as
-            a whole where there is no planner data, or none of this form (see `planner_pickle`).
-        table: The distinct properties of tensors.
-        name: Of each entry, in the order of DCP's metadata: index in `names`.
-        properties: Of each entry: index in `table`, or BYTES, LOOSE_CHUNKS or LOOSE_BYTES.
-        dimensions: Of each entry: the number of dimensions.
-        size: Of each entry: int64[entries, width], padded with 1.
-        first: int64[entries + 1]; the rows of entry i are first[i] to first[i + 1].
-        offset: Of each row: int64[rows, width], padded with 0.
-        extent: Of each row: int64[rows, width], padded with 1.
-        writer: Of each row: index in `ranks` of the rank that wrote it; -1 where none has.
-        number: Of each row: which item of the writer's segment it is, counted in the order of the
-            layout, and then on through the tail.
-        ranks: Of each writer: its rank.
-        layout_of: Of each writer: index in `layouts` of its segment's layout.
-        layouts: The distinct layouts of segments.
-        planner_pickle: Planner data of a custom planner, pickled with protocol 3 or later; b""
-            where `paths` holds all of it, or there is none.
     """
 
     names: Sequence[str]
+    # The path of each name, as in DCP's planner data, None where a name has none. None as a whole
+    # where there is no planner data, or none of this form (see `planner_pickle`).
     paths: Sequence[Path | None] | None
     table: Sequence[Properties]
-    name: Ints
-    properties: Ints
+    name: Ints  # of each entry, in the order of DCP's metadata: index in `names`
+    properties: Ints  # of each entry: index in `table`, or BYTES, LOOSE_CHUNKS or LOOSE_BYTES
     dimensions: Ints
-    size: Ints
-    first: Ints
-    offset: Ints
-    extent: Ints
-    writer: Ints
+    size: Ints  # of each entry: int64[entries, width], padded with 1
+    first: Ints  # int64[entries + 1]; the rows of entry i are first[i] to first[i + 1]
+    offset: Ints  # of each row: int64[rows, width], padded with 0
+    extent: Ints  # of each row: int64[rows, width], padded with 1
+    writer: Ints  # of each row: index in `ranks` of the rank that wrote it; -1 where none has
+    # of each row: which item of the writer's segment it is, counted in the order of the layout, and
+    # then on through the tail
     number: Ints
     ranks: Ints
-    layout_of: Ints
+    layout_of: Ints  # of each writer: index in `layouts` of its segment's layout
     layouts: Sequence[Layout]
+    # planner data of a custom planner, pickled with protocol 3 or later; b"" where `paths` holds
+    # all of it, or there is none
     planner_pickle: bytes = b""
 
     def entry_names(self) -> list[str]:
@@ -146,19 +131,14 @@ class Catalog:
     def to_bytes(self) -> bytes:
         """Return the catalog as a file, the same for the same content.
 
-        Raises:
-            ManifestInvalid: The catalog contradicts itself.
+        Raises ManifestInvalid.
         """
         _refuse_contradictions(self)
         columns = {name: getattr(self, name) for name in _COLUMNS}
         return _packed(self, columns, {"planner_pickle": self.planner_pickle}, VERSION)
 
     def layout(self, rank: int) -> Layout:
-        """Return the layout of a rank's segment; an empty one where the catalog has none.
-
-        Args:
-            rank: Of the world that saved.
-        """
+        """Return the layout of a rank's segment; an empty one where the catalog has none."""
         writer = np.flatnonzero(self.ranks == rank)
         return (
             self.layouts[self.layout_of[writer[0]]]
@@ -170,14 +150,8 @@ class Catalog:
     def from_bytes(data: bytes | memoryview | mmap) -> Catalog:
         """Read what `to_bytes` wrote; nothing of `data` is kept.
 
-        Args:
-            data: The content of a catalog's file.
-
-        Returns:
-            A catalog without contradictions: no index in it is out of range.
-
-        Raises:
-            ManifestInvalid: The data isn't a catalog, or it is damaged.
+        Returns a catalog without contradictions: no index in it is out of range. Raises
+        ManifestInvalid.
         """
         packed = unpack(data, (VERSION, SHARED_VERSION))
         try:
@@ -241,9 +215,8 @@ class RunCatalog(Catalog):
     def with_rows(self, entry: Ints, row: Ints) -> Catalog:
         """Return the catalog without its other rows.
 
-        Args:
-            entry: Of each row that stays: its entry; ascending.
-            row: Of each: which of its entry's rows it is; ascending within each entry.
+        `entry`: of each row that stays: its entry; ascending. `row`: of each: which of its entry's
+        rows it is; ascending within each entry.
         """
         return Catalog(
             names=self.names,
@@ -265,11 +238,7 @@ class RunCatalog(Catalog):
         )
 
     def boxes_of(self, entry: int) -> tuple[Ints, Ints]:
-        """Return offsets and extents of an entry's rows: int64[rows, width] each.
-
-        Args:
-            entry: Its number.
-        """
+        """Return offsets and extents of an entry's rows: int64[rows, width] each."""
         row = np.arange(int(self.first[entry + 1] - self.first[entry]))
         one = np.full(len(row), entry)
         return self._boxes_at(self.offset_runs[one], row), self._boxes_at(
@@ -286,11 +255,8 @@ class RunCatalog(Catalog):
     def alike(self, *further: Ints) -> tuple[Ints, Ints]:
         """Tell which entries have the same boxes in the same order.
 
-        Args:
-            *further: Columns of entries, in which they are to be the same too.
-
-        Returns:
-            Of each kind of entries, the first one; of each entry, the number of its kind.
+        `further`: columns of entries, in which they are to be the same too. Returns of each kind of
+        entries, the first one; of each entry, the number of its kind.
         """
         counts = np.diff(self.first)
         keys = np.column_stack([counts, self.offset_runs, self.extent_runs, *further])
@@ -380,23 +346,14 @@ class SharedCatalog:
 
 
 def catalog_key(data: bytes | memoryview | mmap) -> str:
-    """Return the name of a catalog, made from its content: 16 hex digits.
-
-    Args:
-        data: What `Catalog.to_bytes` returned.
-    """
+    """Return the name of a catalog, made from its content: 16 hex digits."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def catalog_named(key: str, data: bytes | mmap) -> Catalog:
     """Return the catalog with this key.
 
-    Args:
-        key: As `catalog_key` returned it.
-        data: The catalog's file.
-
-    Raises:
-        ManifestInvalid: The bytes aren't those of this catalog.
+    Raises ManifestInvalid.
     """
     if catalog_key(data) != key:
         raise ManifestInvalid(f"catalog {key} is damaged")

@@ -26,11 +26,7 @@ MOST = (1 << 62) - 1
 
 
 def contradictions_of_entries(catalog: Catalog) -> Iterator[str]:
-    """Yield what doesn't fit together, rows apart; later checks assume that earlier ones passed.
-
-    Args:
-        catalog: To be looked at.
-    """
+    """Yield what doesn't fit together, rows apart; later checks assume that earlier ones passed."""
     if not _have_shapes(catalog):
         yield "its columns don't fit together"
     if catalog.paths is not None and (
@@ -60,11 +56,7 @@ def contradictions_of_entries(catalog: Catalog) -> Iterator[str]:
 
 
 def contradictions_of_rows(catalog: Catalog) -> Iterator[str]:
-    """Yield what doesn't fit together in the rows of a catalog whose entries are sound.
-
-    Args:
-        catalog: To be looked at.
-    """
+    """Yield what doesn't fit together in the rows of a catalog whose entries are sound."""
     if not _have_shapes_of_rows(catalog):
         yield "its columns don't fit together"
     if (catalog.first[0], catalog.first[-1]) != (0, len(catalog.writer)):
@@ -124,11 +116,5 @@ def _are_distinct(column: Ints) -> bool:
 
 
 def within(column: Ints, least: int, most: int) -> bool:
-    """Return whether all integers of a column are in a range, both ends included.
-
-    Args:
-        column: Of any shape.
-        least: The least one that is.
-        most: The largest one that is.
-    """
+    """Return whether all integers of a column are in a range, both ends included."""
     return bool(((least <= column) & (column <= most)).all())

@@ -61,17 +61,11 @@ class MetadataNotDescribable(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankItems:
-    """The items of one rank's segment.
-
-    Attributes:
-        rank: The rank.
-        indexes: DCP's index of each item, in the order of the segment.
-        layout: Where the first of them lie; the others lie in the tail.
-    """
+    """The items of one rank's segment."""
 
     rank: int
-    indexes: Sequence[MetadataIndex]
-    layout: Layout
+    indexes: Sequence[MetadataIndex]  # DCP's index of each item, in the order of the segment
+    layout: Layout  # where the first of them lie; the others lie in the tail
 
 
 def _columns(items: RankItems) -> tuple[Any, ...]:
@@ -117,15 +111,8 @@ def metadata_of(
     Of very many rows, chunks and storage data are made when somebody looks at them. Else equal
     shapes are one object.
 
-    Args:
-        catalog: What the checkpoint consists of.
-        save_id: The save attempt; it is part of the segments' names.
-        tails: By rank, offset and length of each item of its tail.
-        checkpoint_id: The checkpoint's name.
-
-    Raises:
-        ManifestInvalid: The tails don't belong to the catalog.
-        UntrustedMetadata: The planner data names more than data.
+    `tails`: by rank, offset and length of each item of its tail. Raises ManifestInvalid,
+    UntrustedMetadata.
     """
     chunks: Sequence[Sequence[ChunkStorageMetadata]]
     storage_data: Mapping[MetadataIndex, StorageInfo]
@@ -281,12 +268,7 @@ def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
     An item that several ranks write is taken from the last of them. Chunks that no rank writes have
     no writer. What is written but isn't in the metadata becomes loose entries.
 
-    Args:
-        metadata: DCP's metadata of the plan.
-        items: What each rank writes.
-
-    Raises:
-        MetadataNotDescribable: The metadata holds something that a catalog can't express.
+    Raises MetadataNotDescribable.
     """
     places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
     for writer, of_rank in enumerate(items):

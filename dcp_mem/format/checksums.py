@@ -30,24 +30,14 @@ class Blocks:
     """The pieces of a segment that have a checksum each: items, cut every `BLOCK` bytes, in order.
 
     An empty item is one empty block.
-
-    Attributes:
-        offsets: Where each block begins in the segment, in bytes.
-        lengths: Bytes of each block.
-        first: For each item the index of its first block; at the end, the number of blocks.
     """
 
-    offsets: Extents
+    offsets: Extents  # where each block begins in the segment, in bytes
     lengths: Extents
-    first: Extents
+    first: Extents  # for each item the index of its first block; at the end, the number of blocks
 
     def between(self, first: int, last: int) -> Blocks:
-        """Return the blocks [first, last) alone, each as an item of its own.
-
-        Args:
-            first: Number of a block.
-            last: Number of a block, exclusive.
-        """
+        """Return the blocks [first, last) alone, each as an item of its own."""
         here = slice(first, last)
         return Blocks(self.offsets[here], self.lengths[here], np.arange(last - first + 1))
 
@@ -55,9 +45,7 @@ class Blocks:
 def blocks_of(offsets: Extents, lengths: Extents) -> Blocks:
     """Return the blocks of items.
 
-    Args:
-        offsets: Where each item begins in the segment, in bytes.
-        lengths: Bytes of each item.
+    `offsets`: where each item begins in the segment, in bytes.
     """
     counts = np.maximum(-(-lengths // BLOCK), 1)
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -68,24 +56,15 @@ def blocks_of(offsets: Extents, lengths: Extents) -> Blocks:
 
 
 def block_count(lengths: Extents) -> int:
-    """Return how many blocks items have.
-
-    Args:
-        lengths: Bytes of each item.
-    """
+    """Return how many blocks items have."""
     return int(np.maximum(-(-lengths // BLOCK), 1).sum())
 
 
 def runs_of(blocks: Blocks, numbers: Extents) -> list[tuple[int, int]]:
     """Return blocks in runs that are read with one call: a large block alone, small ones together.
 
-    Args:
-        blocks: Of a segment, of which none is larger than `BLOCK`.
-        numbers: Of the blocks to read, ascending.
-
-    Returns:
-        First and last number of each run, the last one included. No run has more than `MOST_RUN`
-        bytes.
+    `numbers`: of the blocks to read, ascending. Returns first and last number of each run, the last
+    one included. No run has more than `MOST_RUN` bytes.
     """
     if not len(numbers):
         return []
@@ -125,12 +104,8 @@ class BlockChecksums:
 
     The segment's bytes may come in any order and from several threads.
 
-    Args:
-        blocks: Where the segment's blocks lie.
-        known: The checksum that each block should have; None where that isn't known.
-
-    Attributes:
-        is_wrong: Whether a block that came in one piece has another checksum than it should.
+    `known`: the checksum that each block should have; None where that isn't known. `is_wrong`:
+    whether a block that came in one piece has another checksum than it should.
     """
 
     def __init__(self, blocks: Blocks, known: Crcs | None = None) -> None:
@@ -147,10 +122,7 @@ class BlockChecksums:
     def add(self, start: int, data: memoryview, hasher: Hasher | None = None) -> int:
         """Take a piece of the segment and return the CRC32C of that piece.
 
-        Args:
-            start: Where the piece begins in the segment.
-            data: The piece.
-            hasher: Is given the piece as well, while the processor's cache has it.
+        `hasher`: is given the piece as well, while the processor's cache has it.
         """
         stop, whole, done, hashed = start + len(data), 0, start, start
         first, end = (
@@ -182,12 +154,7 @@ class BlockChecksums:
         return checksum(data[done - start :], whole)
 
     def of(self, first: int, last: int) -> Crcs:
-        """Return the CRC32C of the blocks [first, last); each must have been added in one piece.
-
-        Args:
-            first: Number of a block.
-            last: Number of a block, exclusive.
-        """
+        """Return the CRC32C of the blocks [first, last); each must have been added in one piece."""
         return self._crcs[first:last]
 
     def result(self) -> Crcs:
@@ -203,21 +170,13 @@ class BlockChecksums:
 def checksum(data: bytes | memoryview, before: int = 0) -> int:
     """Return the CRC32C of data.
 
-    Args:
-        data: The bytes.
-        before: CRC32C of what lies before them, if the checksum is to cover that, too.
+    `before`: CRC32C of what lies before them, if the checksum is to cover that, too.
     """
     return iscsi(data, before)  # CRC32C is listed as CRC-32/ISCSI in catalogues of checksums
 
 
 def combined(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC32C of two adjacent pieces.
-
-    Args:
-        first: CRC32C of the first piece.
-        second: CRC32C of the second piece.
-        nbytes: Bytes of the second piece.
-    """
+    """Return the CRC32C of two adjacent pieces."""
     return _times(_power_of_x(8 * nbytes), first) ^ second
 
 

@@ -33,26 +33,15 @@ _BLOB = "bytes"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """The content of a file.
-
-    Attributes:
-        facts: Plain JSON values.
-        columns: Integers, as int64, so that sums don't overflow.
-        blobs: Bytes.
-    """
+    """The content of a file."""
 
     facts: Mapping[str, Any]
-    columns: Mapping[str, Ints]
+    columns: Mapping[str, Ints]  # integers, as int64, so that sums don't overflow
     blobs: Mapping[str, bytes]
 
 
 def pack(packed: Packed, version: int) -> bytes:
-    """Return the file; the same content gives the same bytes.
-
-    Args:
-        packed: The content.
-        version: Format version of the content.
-    """
+    """Return the file; the same content gives the same bytes."""
     table: dict[str, tuple[str, Sequence[int], int]] = {}
     body = bytearray()
     for name, column in packed.columns.items():
@@ -76,12 +65,7 @@ def pack(packed: Packed, version: int) -> bytes:
 def unpack(data: bytes | memoryview | mmap, versions: Collection[int]) -> Packed:
     """Read what `pack` wrote; nothing of `data` is kept.
 
-    Args:
-        data: The file.
-        versions: The format versions that the caller knows.
-
-    Raises:
-        ManifestInvalid: The file is damaged, or of another kind or version.
+    `versions`: the format versions that the caller knows. Raises ManifestInvalid.
     """
     view = memoryview(data).cast("B")
     if len(view) < _FRAME.size:
@@ -124,11 +108,7 @@ def _unpack(head: Mapping[str, Any], body: memoryview) -> Packed:
 
 
 def in_32_bits(column: Ints) -> Ints:
-    """Return the same integers in 32 bits, where they fit: half the memory.
-
-    Args:
-        column: Sums of what is returned may need 64 bits.
-    """
+    """Return the same integers in 32 bits, where they fit: half the memory."""
     least, most = column.min(initial=0), column.max(initial=0)
     fits = np.iinfo(np.int32).min <= least and most <= np.iinfo(np.int32).max
     return column.astype(np.int32) if fits else column

@@ -11,19 +11,11 @@ from dcp_mem.format.catalog import Catalog, Ints
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DistinctShapes:
-    """The distinct shapes, by number of dimensions and then in ascending order.
-
-    Attributes:
-        dimensions: Of each shape.
-        values: Of each shape: int64[shapes, width], padded with 0.
-        size: Of each entry of the catalog: index of its size among the shapes.
-        offset: Of each row: index of its offset.
-        extent: Of each row: index of its extent.
-    """
+    """The distinct shapes, by number of dimensions and then in ascending order."""
 
     dimensions: Ints
-    values: Ints
-    size: Ints
+    values: Ints  # of each shape: int64[shapes, width], padded with 0
+    size: Ints  # of each entry of the catalog: index of its size among the shapes
     offset: Ints
     extent: Ints
 
@@ -31,8 +23,7 @@ class DistinctShapes:
 def distinct_shapes(catalog: Catalog) -> DistinctShapes:
     """Return the distinct shapes of a catalog.
 
-    Args:
-        catalog: Its entries' sizes and its rows' offsets and extents are compared.
+    `catalog`: its entries' sizes and its rows' offsets and extents are compared.
     """
     of_row = np.repeat(catalog.dimensions, np.diff(catalog.first))
     dimensions = np.concatenate([catalog.dimensions, of_row, of_row])

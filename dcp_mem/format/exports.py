@@ -22,34 +22,18 @@ _OPEN = (ExportState.WAITING, ExportState.RUNNING, ExportState.FAILED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRecord:
-    """The export of one checkpoint.
-
-    Attributes:
-        name: The checkpoint.
-        save_id: Its save.
-        scope: Its scope.
-        step: Its training step; None where nobody told it.
-        created: When it was saved, in seconds since the epoch.
-        generation: Of the run that saved it; its place in the job's order, with `count`.
-        count: Of the save, within the generation.
-        state: How far the export is.
-        target: The directory that was made; "" while there is none.
-        error: Why the last attempt failed, or why there is none.
-        attempts: Attempts that have failed.
-        nbytes: Bytes of the exported tensors.
-        seconds: How long the attempt took that succeeded.
-    """
+    """The export of one checkpoint."""
 
     name: str
     save_id: str
     scope: str = ""
-    step: int | None = None
-    created: float = 0.0
-    generation: int = 0
+    step: int | None = None  # its training step; None where nobody told it
+    created: float = 0.0  # when it was saved, in seconds since the epoch
+    generation: int = 0  # of the run that saved it; its place in the job's order, with `count`
     count: int = 0
     state: ExportState = ExportState.WAITING
-    target: str = ""
-    error: str = ""
+    target: str = ""  # the directory that was made; "" while there is none
+    error: str = ""  # why the last attempt failed, or why there is none
     attempts: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -67,32 +51,20 @@ class ExportRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExportRecords:
-    """The exports of a job on one node.
+    """The exports of a job on one node."""
 
-    Attributes:
-        records: In the order in which checkpoints were chosen.
-        seen: Save ids that were looked at, chosen or not; the newest last.
-        passed: Checkpoints that were looked at since one was last chosen.
-    """
-
-    records: tuple[ExportRecord, ...] = ()
-    seen: tuple[str, ...] = ()
-    passed: int = 0
+    records: tuple[ExportRecord, ...] = ()  # in the order in which checkpoints were chosen
+    seen: tuple[str, ...] = ()  # save ids that were looked at, chosen or not; the newest last
+    passed: int = 0  # checkpoints that were looked at since one was last chosen
 
     def of(self, save_id: str) -> ExportRecord | None:
-        """Return the record of a save, if it was chosen.
-
-        Args:
-            save_id: Of the save.
-        """
+        """Return the record of a save, if it was chosen."""
         return next((one for one in self.records if one.save_id == save_id), None)
 
     def looked_at(self, save_id: str, chosen: ExportRecord | None) -> ExportRecords:
         """Return the records after a checkpoint was looked at.
 
-        Args:
-            save_id: Of its save.
-            chosen: Its record; None where it isn't exported.
+        `chosen`: its record; None where it isn't exported.
         """
         seen = (*self.seen, save_id)[-_MOST_SEEN:]
         if chosen is None:
@@ -100,11 +72,7 @@ class ExportRecords:
         return ExportRecords((*self.records, chosen)[-_MOST_RECORDS:], seen)
 
     def updated(self, record: ExportRecord) -> ExportRecords:
-        """Return the records with one replaced.
-
-        Args:
-            record: Takes the place of the one of its save.
-        """
+        """Return the records with one replaced."""
         records = tuple(record if one.save_id == record.save_id else one for one in self.records)
         return replace(self, records=records)
 
@@ -119,11 +87,7 @@ class ExportRecords:
 
     @staticmethod
     def from_json(data: bytes) -> ExportRecords:
-        """Read what `to_json` returned; a damaged file is as good as none.
-
-        Args:
-            data: The content of the file.
-        """
+        """Read what `to_json` returned; a damaged file is as good as none."""
         try:
             facts = json.loads(data)
             if facts["version"] != _VERSION:

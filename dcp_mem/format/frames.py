@@ -104,10 +104,6 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a contiguous CPU tensor.
 
     Takes about 0.3 ms the first time, and nothing afterwards.
-
-    Args:
-        dtype: A dtype that has a frame, so none of `QUANTISED`.
-        shape: Of the tensor.
     """
     tensor = _without_memory(dtype, shape)
     sink = _SparseSink()
@@ -154,8 +150,7 @@ def _split(sink: _SparseSink, payload_nbytes: int) -> Frame:
 def lay_out(specs: Sequence[Spec]) -> Layout:
     """Return the layout of dense tensors with these dtypes and shapes, in this order.
 
-    Args:
-        specs: Dtype and shape of each tensor.
+    `specs`: Dtype and shape of each tensor.
     """
     columns = np.zeros((4, len(specs)), dtype="<i8")
     offset = 0
@@ -169,8 +164,7 @@ def lay_out(specs: Sequence[Spec]) -> Layout:
 def frames_key(specs: Sequence[Spec]) -> str:
     """Return a name for these tensors' heads and tails, made from the specs; "" for none.
 
-    Args:
-        specs: Dtype and shape of each tensor, in the order of the segment.
+    `specs`: Dtype and shape of each tensor, in the order of the segment.
     """
     return hashlib.sha256(repr(specs).encode()).hexdigest()[:16] if specs else ""
 
@@ -180,9 +174,7 @@ def frame_pieces(layout: Layout, specs: Sequence[Spec]) -> Iterator[tuple[int, b
 
     Zeros follow each tail up to the next item: so equal items make equal bytes, in any slot.
 
-    Args:
-        layout: Of the segment; only its offsets are used.
-        specs: Dtype and shape of each item of the layout.
+    `specs`: Dtype and shape of each item of the layout.
     """
     for offset, (dtype, shape) in zip(layout.offsets.tolist(), specs, strict=True):
         item = frame(dtype, tuple(shape))

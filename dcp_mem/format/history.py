@@ -59,46 +59,35 @@ _END = "\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRow:
-    """One checkpoint's row of the history; the fields are in the order of `COLUMNS`.
-
-    Attributes:
-        save_id: "" for a save that never began.
-        created: Seconds since the epoch.
-        durable: Seconds since the epoch; 0.0 if it never became durable.
-        outcome: "durable", "failed", "refused", "skipped", "superseded" (a newer one was flushed
-            in its place), "evicted" (was never meant for storage), or "deleted" (has left storage
-            by retention).
-        generation: As in `Manifest`, like `count` and `run`. A save that never began has those of
-            the one before it.
-        throughput_mib_s: Of the node that wrote the row; so are `parts`, `retries`, `sent_nbytes`
-            and `reused_nbytes`.
-        sent_nbytes: What went to storage.
-        reused_nbytes: What storage copied from an earlier checkpoint instead.
-        step: As the training loop gave it; None if it didn't.
-        metrics: As the training loop gave them; JSON in the file.
-    """
+    """One checkpoint's row of the history; the fields are in the order of `COLUMNS`."""
 
     name: str
-    save_id: str
-    created: float
+    save_id: str  # "" for a save that never began
+    created: float  # seconds since the epoch
     world_size: int = 0
     nodes: int = 0
     nbytes: int = 0
     stage_seconds: float = 0.0
+    # "durable", "failed", "refused", "skipped", "superseded" (a newer one was flushed in its
+    # place), "evicted" (was never meant for storage), or "deleted" (has left storage by retention)
     outcome: str = ""
-    durable: float = 0.0
+    durable: float = 0.0  # seconds since the epoch; 0.0 if it never became durable
     flush_seconds: float = 0.0
+    # of the node that wrote the row; so are `parts`, `retries`, `sent_nbytes` and `reused_nbytes`
     throughput_mib_s: float = 0.0
     parts: int = 0
     retries: int = 0
     attempts: int = 0
     sent_nbytes: int = 0
-    reused_nbytes: int = 0
+    reused_nbytes: int = 0  # what storage copied from an earlier checkpoint instead
+    # As in `Manifest`, like `count` and `run`. A save that never began has those of the one before
+    # it.
     generation: int = 0
     count: int = 0
     run: str = ""
     error: str = ""
-    step: int | None = None
+    step: int | None = None  # as the training loop gave it; None if it didn't
+    # as the training loop gave them; JSON in the file
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -117,12 +106,7 @@ _cells = attrgetter(*(one.name for one in fields(HistoryRow)))
 
 
 def row_of(manifest: Manifest, record: FlushRecord) -> HistoryRow:
-    """Return the row of a checkpoint.
-
-    Args:
-        manifest: The checkpoint.
-        record: How its flush ended.
-    """
+    """Return the row of a checkpoint."""
     return HistoryRow(
         name=manifest.name,
         save_id=manifest.save_id,
@@ -152,11 +136,7 @@ def row_of(manifest: Manifest, record: FlushRecord) -> HistoryRow:
 def skipped_row(name: str, number: SaveNumber, now: float, why: str) -> HistoryRow:
     """Return the row of a save that never began.
 
-    Args:
-        name: The checkpoint id that it would have had.
-        number: Of the save before it.
-        now: Seconds since the epoch.
-        why: Why it was skipped.
+    `now`: seconds since the epoch.
     """
     return HistoryRow(
         name=name,
@@ -170,22 +150,14 @@ def skipped_row(name: str, number: SaveNumber, now: float, why: str) -> HistoryR
 
 
 def to_csv(rows: Sequence[HistoryRow]) -> bytes:
-    """Return a file with these rows.
-
-    Args:
-        rows: In the order of the file.
-    """
+    """Return a file with these rows."""
     return _HEAD + _lines(rows)
 
 
 def from_csv(data: bytes) -> list[HistoryRow]:
     """Return the rows of a file, in order, without those that are damaged.
 
-    Args:
-        data: The content of the file.
-
-    Raises:
-        ManifestInvalid: The file has no history's columns.
+    Raises ManifestInvalid.
     """
     text = data.decode("utf-8", "replace").replace("\0", "\ufffd")
     lines = csv.reader(io.StringIO(text, newline=""))
@@ -205,13 +177,7 @@ def with_row(data: bytes, row: HistoryRow, most: int) -> bytes:
 
     Rows that can't be read are dropped.
 
-    Args:
-        data: The file.
-        row: The row.
-        most: About how many rows to keep; the oldest leave.
-
-    Raises:
-        ManifestInvalid: Nothing of the file can be read.
+    Raises ManifestInvalid.
     """
     added = _lines([row])
     # A save that makes room waits for this, so the file is parsed only if it must be. A file with

@@ -21,35 +21,23 @@ Columns = npt.NDArray[np.int64]
 
 
 def align(offset: int) -> int:
-    """Return the offset, rounded up to a multiple of `ALIGNMENT`.
-
-    Args:
-        offset: In bytes.
-    """
+    """Return the offset, rounded up to a multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 @sendable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
-    """Columns of the dense items, in the order of the plan.
+    """Columns of the dense items, in the order of the plan."""
 
-    Attributes:
-        offsets: Where each item begins in the segment, in bytes.
-        lengths: Bytes of each item.
-        payload_offsets: Where each item's raw data begins in the segment; -1 where readers can't go
-            by the plan's dtype and shape.
-        payload_nbytes: Bytes of each item's raw data.
-        nbytes: Where the dense items end, aligned.
-        key: Name of the layout, made from its content; "" for an empty one.
-    """
-
-    offsets: Columns
+    offsets: Columns  # where each item begins in the segment, in bytes
     lengths: Columns
+    # where each item's raw data begins in the segment; -1 where readers can't go by the plan's
+    # dtype and shape
     payload_offsets: Columns
     payload_nbytes: Columns
     nbytes: int
-    key: str
+    key: str  # name of the layout, made from its content; "" for an empty one
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -57,9 +45,8 @@ class Layout:
     def with_payloads_where(self, plain: Sequence[bool]) -> Layout:
         """Return the same layout with a payload offset of -1 for the items that aren't plain.
 
-        Args:
-            plain: For each item, whether readers can go by the plan's dtype and shape. Where a
-                planner has transformed the tensor, they must read the head of the item itself.
+        `plain`: for each item, whether readers can go by the plan's dtype and shape. Where a
+        planner has transformed the tensor, they must read the head of the item itself.
         """
         return layout_of(
             np.stack(
@@ -76,8 +63,7 @@ class Layout:
 def layout_of(columns: Columns) -> Layout:
     """Return the layout with these four rows: offsets, lengths, payload offsets, payload bytes.
 
-    Args:
-        columns: int64[4, items], in bytes.
+    `columns`: int64[4, items], in bytes.
     """
     end = int(columns[0, -1] + columns[1, -1]) if columns.shape[1] else 0
     key = hashlib.sha256(columns.tobytes()).hexdigest()[:16] if columns.shape[1] else ""

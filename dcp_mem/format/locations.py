@@ -42,39 +42,21 @@ class LayoutItems:
         return np.append(0, np.cumsum(np.fromiter(map(len, self.catalog.layouts), np.int64)))
 
     def of(self, rows: Ints) -> Ints:
-        """Return the index in `columns` of each of these rows; -1, the last one, for tail items.
-
-        Args:
-            rows: Written rows of the catalog.
-        """
+        """Return the index in `columns` of each of these rows; -1, the last one, for tail items."""
         return self.find(self.catalog.writer[rows], self.catalog.number[rows])
 
     def find(self, writer: Ints, number: Ints) -> Ints:
-        """Return the same of items that are given by their writers and numbers.
-
-        Args:
-            writer: Of each item.
-            number: Of each item.
-        """
+        """Return the same of items that are given by their writers and numbers."""
         layout = self.catalog.layout_of[writer]
         start = self._starts[layout]
         return np.where(number < self._starts[layout + 1] - start, start + number, -1)
 
     def index_in_tail(self, rows: Ints) -> Ints:
-        """Return each row's index in its writer's tail; negative for items of a layout.
-
-        Args:
-            rows: Written rows of the catalog.
-        """
+        """Return each row's index in its writer's tail; negative for items of a layout."""
         return self.beyond(self.catalog.writer[rows], self.catalog.number[rows])
 
     def beyond(self, writer: Ints, number: Ints) -> Ints:
-        """Return the same of items that are given by their writers and numbers.
-
-        Args:
-            writer: Of each item.
-            number: Of each item.
-        """
+        """Return the same of items that are given by their writers and numbers."""
         layout = self.catalog.layout_of[writer]
         numbers: Ints = number - np.diff(self._starts)[layout]
         return numbers
@@ -82,43 +64,26 @@ class LayoutItems:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemLocations:
-    """The rows that have been written.
-
-    Attributes:
-        rows: Those whose items lie in a layout.
-        offsets: Where each of these lies in its segment, in bytes.
-        lengths: Bytes of each of these.
-        tail: Those whose items lie in a tail.
-    """
+    """The rows that have been written."""
 
     rows: Ints
-    offsets: Ints
+    offsets: Ints  # where each of these lies in its segment, in bytes
     lengths: Ints
     tail: TailLocations
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailLocations:
-    """Rows whose items lie in a tail.
-
-    Attributes:
-        rows: The rows.
-        ranks: The rank that wrote each.
-        numbers: The index of each in that rank's tail.
-    """
+    """Rows whose items lie in a tail."""
 
     rows: Ints
     ranks: Ints
-    numbers: Ints
+    numbers: Ints  # the index of each in that rank's tail
 
     def extents(self, tails: Mapping[int, Sequence[Extent]]) -> Ints:
         """Return offset and length of each, as int64[rows, 2].
 
-        Args:
-            tails: By rank, offset and length of each item of its tail.
-
-        Raises:
-            ManifestInvalid: A tail lacks an item.
+        `tails`: by rank, offset and length of each item of its tail. Raises ManifestInvalid.
         """
         ranks, of_rank = np.unique(self.ranks, return_inverse=True)
         found = [np.array(tails.get(rank, ()), np.int64).reshape(-1, 2) for rank in ranks.tolist()]
@@ -133,11 +98,7 @@ class TailLocations:
 
 
 def locations_of(catalog: Catalog) -> ItemLocations:
-    """Return where each written row lies, as far as that is the same in all saves.
-
-    Args:
-        catalog: Rows that no rank has written are left out.
-    """
+    """Return where each written row lies, as far as that is the same in all saves."""
     items, written = LayoutItems(catalog), np.flatnonzero(catalog.writer >= 0)
     found = items.of(written)
     rows, beyond = written[found >= 0], written[found < 0]
@@ -149,9 +110,7 @@ def locations_of(catalog: Catalog) -> ItemLocations:
 def refuse_missing_tails(catalog: Catalog, tails: Mapping[int, Sequence[Extent]]) -> None:
     """Raise ManifestInvalid where the catalog has items that lie in no tail, nor in a layout.
 
-    Args:
-        catalog: What the checkpoint consists of.
-        tails: By rank, offset and length of each item of its tail.
+    `tails`: by rank, offset and length of each item of its tail.
     """
     if not isinstance(catalog, RunCatalog):
         locations_of(catalog).tail.extents(tails)

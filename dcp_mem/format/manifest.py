@@ -40,46 +40,31 @@ _DAMAGE = (TypeError, ValueError, AttributeError, OverflowError, zlib.error)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """One complete checkpoint.
-
-    Attributes:
-        scope: "" where all ranks saved together; else the scope of the rank that saved alone.
-        created: Seconds since the epoch on the coordinator's clock: for people.
-        persist: Whether the checkpoint is meant to reach storage.
-        committer: The node that puts `.metadata`.
-        segments: Of all ranks.
-        catalog: Key of the catalog that describes the checkpoint.
-        stage_seconds: From the start of the save to this manifest.
-        step: As the training loop gave it; None if it didn't.
-        metrics: As the training loop gave them.
-        generation: Of the run that saved it, and its place in the job's order with `count`; 0 where
-            an older dcp_mem saved it.
-        count: Of the save, within the generation.
-        run: Token of the run that saved it.
-        metadata_md5: On storage: of the `.metadata` that commits it, in hexadecimal digits. A
-            listing that shows it proves the commit without a read.
-        replaces: Where the save made the checkpoint's directory on storage: the identity
-            (`Entry.identity`) of the `.metadata` that lay there then, "" for none. None where it
-            made none.
-    """
+    """One complete checkpoint."""
 
     name: str
     save_id: str
-    scope: str
+    scope: str  # "" where all ranks saved together; else the scope of the rank that saved alone
     job: str
-    created: float
+    created: float  # seconds since the epoch on the coordinator's clock: for people
     world_size: int
-    persist: bool
+    persist: bool  # whether the checkpoint is meant to reach storage
     committer: str
     segments: Segments
-    catalog: str
-    stage_seconds: float = 0.0
-    step: int | None = None
+    catalog: str  # key of the catalog that describes the checkpoint
+    stage_seconds: float = 0.0  # from the start of the save to this manifest
+    step: int | None = None  # as the training loop gave it; None if it didn't
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # of the run that saved it, and its place in the job's order with `count`; 0 where an older
+    # dcp_mem saved it
     generation: int = 0
     count: int = 0
     run: str = ""
+    # On storage: of the `.metadata` that commits it, in hexadecimal digits. A listing that shows it
+    # proves the commit without a read.
     metadata_md5: str = ""
+    # Where the save made the checkpoint's directory on storage: the identity (`Entry.identity`) of
+    # the `.metadata` that lay there then, "" for none. None where it made none.
     replaces: str | None = None
 
     @property
@@ -114,11 +99,7 @@ class Manifest:
         return dict(zip(self.segments.rank, self.segments.tail, strict=True))
 
     def of_node(self, node: str) -> tuple[Segment, ...]:
-        """Return the segments that a node's ranks saved.
-
-        Args:
-            node: The node's name.
-        """
+        """Return the segments that a node's ranks saved."""
         return tuple(
             self.segments[number]
             for number, other in enumerate(self.segments.node)
@@ -137,11 +118,7 @@ class Manifest:
     def from_json(data: bytes) -> Manifest:
         """Read what `to_json` returned.
 
-        Args:
-            data: The content of a manifest's file.
-
-        Raises:
-            ManifestInvalid: The data is damaged, or of another kind or version.
+        Raises ManifestInvalid.
         """
         body = _parse("manifest", data)
         try:
@@ -171,27 +148,18 @@ def _refuse_odd_fields(manifest: Manifest) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ItemTable:
-    """The items of one stored segment.
+    """The items of one stored segment."""
 
-    Attributes:
-        offsets: Where each item begins in the segment, in bytes.
-        lengths: Bytes of each item.
-        payload_offsets: Where its raw data begins; -1 where it has no plain payload.
-        payload_nbytes: Bytes of its raw data.
-        crc32c: Of each block of each item (see `checksums.Blocks`); empty if none were computed.
-    """
-
-    offsets: Columns
+    offsets: Columns  # where each item begins in the segment, in bytes
     lengths: Columns
-    payload_offsets: Columns
+    payload_offsets: Columns  # where its raw data begins; -1 where it has no plain payload
     payload_nbytes: Columns
-    crc32c: Crcs
+    crc32c: Crcs  # of each block of each item (see `checksums.Blocks`); empty if none were computed
 
     def has_items_of(self, other: ItemTable) -> bool:
         """Return whether another table has the same items in the same places.
 
-        Args:
-            other: Of a segment with the same bytes; its checksums don't count.
+        `other`: of a segment with the same bytes; its checksums don't count.
         """
         return np.array_equal(self.offsets, other.offsets) and np.array_equal(
             self.lengths, other.lengths
@@ -199,12 +167,7 @@ class ItemTable:
 
 
 def items_of(layout: Layout, tail: Tail) -> ItemTable:
-    """Return the items of a segment, in the order of their offsets, without checksums.
-
-    Args:
-        layout: Its dense items.
-        tail: The items behind these.
-    """
+    """Return the items of a segment, in the order of their offsets, without checksums."""
     columns = (layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes)
     rest = np.array([(offset, nbytes, -1, 0) for offset, nbytes in tail], dtype="<i8").reshape(
         -1, 4
@@ -221,29 +184,18 @@ def items_of(layout: Layout, tail: Tail) -> ItemTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredParts:
-    """The parts of a stored segment, for later checkpoints that have the same bytes.
+    """The parts of a stored segment, for later checkpoints that have the same bytes."""
 
-    Attributes:
-        part_nbytes: Length of each part; the last one may be shorter.
-        crc32c: Of each part.
-        hashes: Of each part (`checksums.hasher`), joined; zeros where a part wasn't hashed.
-        etag: As `Upload.etag` returned it: a later upload needs it to copy from this segment.
-        checked: When all its bytes were last known to be right, as they were sent or read then, in
-            seconds since the epoch.
-    """
-
-    part_nbytes: int
+    part_nbytes: int  # length of each part; the last one may be shorter
     crc32c: tuple[int, ...]
-    hashes: bytes
-    etag: str
+    hashes: bytes  # of each part (`checksums.hasher`), joined; zeros where a part wasn't hashed
+    etag: str  # as `Upload.etag` returned it: a later upload needs it to copy from this segment
+    # when all its bytes were last known to be right, as they were sent or read then, in seconds
+    # since the epoch
     checked: float
 
     def hash_of(self, number: int) -> bytes:
-        """Return the hash of a part; b"" where there is no such part.
-
-        Args:
-            number: Of the part, from 0.
-        """
+        """Return the hash of a part; b"" where there is no such part."""
         return self.hashes[number * HASH_NBYTES :][:HASH_NBYTES]
 
     def to_fields(self) -> dict[str, Any]:
@@ -259,11 +211,7 @@ class StoredParts:
 
     @staticmethod
     def from_fields(facts: Any) -> StoredParts | None:
-        """Read what `to_fields` returned; None where it is of another kind, or damaged.
-
-        Args:
-            facts: Parsed from JSON.
-        """
+        """Read what `to_fields` returned; None where it is of another kind, or damaged."""
         try:
             found = StoredParts(
                 part_nbytes=int(facts["part_nbytes"]),
@@ -282,20 +230,14 @@ class NodeManifest:
     """The manifest of one node's segments of one checkpoint on storage.
 
     In memory there is one for each segment that is copied to another node.
-
-    Attributes:
-        save_id: The save attempt.
-        node: The node.
-        tables: Items by segment file.
-        transfer: What the upload took.
-        parts: By segment file, for the segments that later checkpoints may be made from. Versions
-            that don't know it leave it out.
     """
 
     save_id: str
     node: str
     tables: Mapping[str, ItemTable]
     transfer: Transfer = field(default_factory=Transfer)
+    # By segment file, for the segments that later checkpoints may be made from. Versions that don't
+    # know it leave it out.
     parts: Mapping[str, StoredParts] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
@@ -315,11 +257,7 @@ class NodeManifest:
     def from_json(data: bytes) -> NodeManifest:
         """Read what `to_json` returned.
 
-        Args:
-            data: The content of a node manifest's file.
-
-        Raises:
-            ManifestInvalid: The data is damaged, or of another kind or version.
+        Raises ManifestInvalid.
         """
         body = _parse("node", data)
         try:
@@ -348,24 +286,15 @@ class FlushRecord:
     """The progress and outcome of one checkpoint's flush.
 
     The agent rewrites the record now and then while a flush runs.
-
-    Attributes:
-        save_id: The save attempt.
-        outcome: "" (none yet), "durable", "failed" (tried again later), "refused" (tried again, but
-            rarely) or "skipped". It stays while the next attempt runs.
-        error: Why the last attempt failed.
-        attempts: How many attempts have ended.
-        durable: When the checkpoint became durable, in seconds since the epoch; 0.0 if it hasn't.
-        seconds: As `CheckpointStatus.flush_seconds`.
-        stage: As `CheckpointStatus.flush_stage`.
-        again: As `CheckpointStatus.flush_again`.
-        transfer: What this node has moved.
     """
 
     save_id: str
+    # "" (none yet), "durable", "failed" (tried again later), "refused" (tried again, but rarely) or
+    # "skipped". It stays while the next attempt runs.
     outcome: str = ""
     error: str = ""
     attempts: int = 0
+    # when the checkpoint became durable, in seconds since the epoch; 0.0 if it hasn't
     durable: float = 0.0
     seconds: float = 0.0
     stage: str = ""
@@ -380,11 +309,7 @@ class FlushRecord:
     def from_json(data: bytes) -> FlushRecord:
         """Read what `to_json` returned.
 
-        Args:
-            data: The content of a flush record's file.
-
-        Raises:
-            ManifestInvalid: The data is damaged, or of another kind or version.
+        Raises ManifestInvalid.
         """
         body = _parse("flush", data)
         try:
@@ -395,28 +320,18 @@ class FlushRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationRecord:
-    """The outcome of one checkpoint's replication, as one node recorded it.
-
-    Attributes:
-        save_id: The save attempt.
-        outcome: "" (it hasn't ended), "replicated", "failed" or "skipped".
-        copies: Verified copies of each segment, each on another node.
-        parity: Over how many other nodes there is verified parity of each node's segments, where
-            there are no copies.
-        seconds: How long it took.
-        error: Why there is neither, or less than wanted.
-        sent_nbytes: Bytes that all ranks have sent.
-        reused_nbytes: Bytes of copies that weren't sent: an earlier copy had them.
-    """
+    """The outcome of one checkpoint's replication, as one node recorded it."""
 
     save_id: str
-    outcome: str = ""
-    copies: int = 0
+    outcome: str = ""  # "" (it hasn't ended), "replicated", "failed" or "skipped"
+    copies: int = 0  # verified copies of each segment, each on another node
+    # over how many other nodes there is verified parity of each node's segments, where there are no
+    # copies
     parity: int = 0
     seconds: float = 0.0
-    error: str = ""
+    error: str = ""  # why there is neither, or less than wanted
     sent_nbytes: int = 0
-    reused_nbytes: int = 0
+    reused_nbytes: int = 0  # bytes of copies that weren't sent: an earlier copy had them
 
     def to_json(self) -> bytes:
         """Return the record as a file."""
@@ -426,11 +341,7 @@ class ReplicationRecord:
     def from_json(data: bytes) -> ReplicationRecord:
         """Read what `to_json` returned.
 
-        Args:
-            data: The content of a replication record's file.
-
-        Raises:
-            ManifestInvalid: The data is damaged, or of another kind or version.
+        Raises ManifestInvalid.
         """
         body = _parse("replication", data)
         try:
@@ -441,16 +352,11 @@ class ReplicationRecord:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """The mark of a checkpoint that is not to be resumed from, in memory and on storage.
-
-    Attributes:
-        save_id: The save attempt.
-        why: The reason, for people.
-        time: When it was rejected, in seconds since the epoch; 0.0 where that isn't known.
-    """
+    """The mark of a checkpoint that is not to be resumed from, in memory and on storage."""
 
     save_id: str
     why: str
+    # when it was rejected, in seconds since the epoch; 0.0 where that isn't known
     time: float = 0.0
 
     def to_json(self) -> bytes:
@@ -459,12 +365,7 @@ class Rejection:
 
     @staticmethod
     def from_json(save_id: str, data: bytes) -> Rejection:
-        """Read what `to_json` returned; a mark that is damaged is one all the same.
-
-        Args:
-            save_id: Of the checkpoint that the file is of.
-            data: The content of the file.
-        """
+        """Read what `to_json` returned; a mark that is damaged is one all the same."""
         try:
             body = _parse("rejection", data)
             return Rejection(save_id, str(body["why"]), float(body["time"]))
@@ -475,15 +376,9 @@ class Rejection:
 @sendable
 @dataclass(frozen=True, slots=True)
 class Resumes:
-    """How often in a row a job has resumed from one checkpoint and ended soon afterwards.
+    """How often in a row a job has resumed from one checkpoint and ended soon afterwards."""
 
-    Attributes:
-        save_id: Of the checkpoint; "" for none.
-        name: The checkpoint's.
-        count: Resumes without success, the last one included.
-    """
-
-    save_id: str = ""
+    save_id: str = ""  # of the checkpoint; "" for none
     name: str = ""
     count: int = 0
 
@@ -495,11 +390,7 @@ class Resumes:
     def from_json(data: bytes) -> Resumes:
         """Read what `to_json` returned.
 
-        Args:
-            data: The content of the file.
-
-        Raises:
-            ManifestInvalid: The data is damaged, or of another kind or version.
+        Raises ManifestInvalid.
         """
         body = _parse("resumes", data)
         try:
@@ -510,17 +401,11 @@ class Resumes:
 
 @dataclass(frozen=True, slots=True)
 class StripeRecord:
-    """The stripe and the checksums of a parity file in memory.
-
-    Attributes:
-        save_id: The save attempt.
-        stripe: Bytes of which ranks' segments, and where in the file.
-        crc32c: Of each `checksums.BLOCK` bytes of the file.
-    """
+    """The stripe and the checksums of a parity file in memory."""
 
     save_id: str
-    stripe: Stripe
-    crc32c: tuple[int, ...]
+    stripe: Stripe  # bytes of which ranks' segments, and where in the file
+    crc32c: tuple[int, ...]  # of each `checksums.BLOCK` bytes of the file
 
     def to_json(self) -> bytes:
         """Return the record as a file."""
@@ -536,11 +421,7 @@ class StripeRecord:
     def from_json(data: bytes) -> StripeRecord:
         """Read what `to_json` returned.
 
-        Args:
-            data: The content of a stripe record's file.
-
-        Raises:
-            ManifestInvalid: The data is damaged, or of another kind or version.
+        Raises ManifestInvalid.
         """
         body = _parse("parity", data)
         try:
@@ -600,9 +481,8 @@ def _pack(column: np.ndarray[Any, Any]) -> str:
 class _Columns:
     """Unpacks the columns of one file, up to a total that its size allows.
 
-    Args:
-        nbytes: Of the file. Columns of many items take less than a tenth of what they unpack to; of
-            items that are all alike, a thousandth.
+    `nbytes`: of the file. Columns of many items take less than a tenth of what they unpack to; of
+    items that are all alike, a thousandth.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -611,11 +491,7 @@ class _Columns:
     def table(self, packed: Mapping[str, str]) -> ItemTable:
         """Return a segment's items.
 
-        Args:
-            packed: Columns by name, as `_pack` returns them.
-
-        Raises:
-            ValueError, KeyError, TypeError, zlib.error: They are damaged, or don't fit together.
+        Raises ValueError, KeyError, TypeError, zlib.error.
         """
         table = ItemTable(**{name: self._column(packed[name], _DTYPES[name]) for name in _DTYPES})
         _refuse_contradictions(table)

@@ -39,11 +39,7 @@ def with_storage(
 
     Torch 2.6 has no `version` field.
 
-    Args:
-        metadata: Where the entries and the planner data come from.
-        storage_data: As DCP has it: where each item lies, by its index.
-        save_id: The save attempt.
-        checkpoint_id: The checkpoint's name.
+    `storage_data`: as DCP has it: where each item lies, by its index.
     """
     result = Metadata(
         state_dict_metadata=metadata.state_dict_metadata,
@@ -59,8 +55,7 @@ def with_storage(
 class LazyMetadata(Metadata):
     """Metadata that is made when it is first needed; few callers of a save ever look at it.
 
-    Args:
-        make: Returns the metadata; called at most once.
+    `make`: returns the metadata; called at most once.
     """
 
     def __new__(cls, make: Callable[[], Metadata] | None = None, **changed: Any) -> Any:
@@ -123,12 +118,7 @@ def read_metadata(data: bytes) -> Metadata:
 
     Megatron-LM keeps the ranks' plans with it, so the parts of save plans are admitted as well.
 
-    Args:
-        data: The content of a `.metadata` file.
-
-    Raises:
-        UntrustedMetadata: It names anything else. Nothing of that was called.
-        SizeRefused: It asks for more memory than a pickle of its length needs.
+    Raises UntrustedMetadata, SizeRefused.
     """
     refuse_greedy_pickle(data, "a .metadata")
     before = [(thing, dict(vars(thing))) for thing in _mutable()]
@@ -152,11 +142,8 @@ def read_metadata(data: bytes) -> Metadata:
 def refuse_contradictions(metadata: Metadata) -> None:
     """Make sure that metadata is made as torch's own writers make it.
 
-    Args:
-        metadata: As `read_metadata` returns it: of admitted classes, which may hold anything.
-
-    Raises:
-        ValueError: A field isn't of its type, or a chunk lies outside of its tensor.
+    `metadata`: as `read_metadata` returns it: of admitted classes, which may hold anything. Raises
+    ValueError.
     """
     # Whatever torch's annotations say, a pickle may hold anything here.
     entries: Any = metadata.state_dict_metadata

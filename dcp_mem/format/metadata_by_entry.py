@@ -25,11 +25,7 @@ _CHUNKS_AT_ONCE = 64
 
 
 class CatalogEntries:
-    """The boxes of a catalog's rows, entry by entry.
-
-    Args:
-        catalog: What the checkpoint consists of.
-    """
+    """The boxes of a catalog's rows, entry by entry."""
 
     def __init__(self, catalog: RunCatalog) -> None:
         self.catalog = catalog
@@ -41,11 +37,7 @@ class CatalogEntries:
         return len(self._dimensions)
 
     def boxes(self, entry: int) -> tuple[Ints, Ints]:
-        """Return offsets and extents of an entry's rows: int64[rows, dimensions] each.
-
-        Args:
-            entry: Its number.
-        """
+        """Return offsets and extents of an entry's rows: int64[rows, dimensions] each."""
         last = self._last  # another thread may look at another entry
         if last is None or last[0] != entry:
             dimensions = self._dimensions[entry]
@@ -55,12 +47,7 @@ class CatalogEntries:
 
 
 class EntryChunks(Sequence[ChunkStorageMetadata]):
-    """The chunks of one tensor, made each time somebody reads them.
-
-    Args:
-        entries: The catalog's rows.
-        entry: The tensor's number.
-    """
+    """The chunks of one tensor, made each time somebody reads them."""
 
     def __init__(self, entries: CatalogEntries, entry: int) -> None:
         self._entries, self._entry = entries, entry
@@ -107,11 +94,7 @@ def _chunk(offset: Sequence[int], extent: Sequence[int]) -> ChunkStorageMetadata
 
 
 def numel_of(chunks: Sequence[ChunkStorageMetadata]) -> int:
-    """Return how many elements the chunks of a tensor have.
-
-    Args:
-        chunks: As in DCP's metadata.
-    """
+    """Return how many elements the chunks of a tensor have."""
     if isinstance(chunks, EntryChunks):
         return chunks.numel()
     return sum(prod(chunk.sizes) for chunk in chunks)
@@ -120,10 +103,7 @@ def numel_of(chunks: Sequence[ChunkStorageMetadata]) -> int:
 class EntryStorageData(Mapping[MetadataIndex, StorageInfo]):
     """A mapping from each item to its place; a place is made when it is looked up.
 
-    Args:
-        entries: The catalog's rows.
-        save_id: The save attempt; it is part of the segments' names.
-        tails: By rank, offset and length of each item of its tail.
+    `tails`: by rank, offset and length of each item of its tail.
     """
 
     def __init__(

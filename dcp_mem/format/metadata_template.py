@@ -83,22 +83,13 @@ _OFFSET, _LENGTH = -4, -2
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MetadataTemplate:
-    """A pickled `Metadata` with gaps for what differs from save to save.
-
-    Attributes:
-        data: The pickle.
-        ids: Where save ids begin in it.
-        offsets: Where the offset of each tail item begins, a number of eight bytes.
-        lengths: Where the length of each tail item begins, a number of eight bytes.
-        checkpoint_id: Where the checkpoint's name goes, behind all other gaps.
-        tail: The tail items.
-    """
+    """A pickled `Metadata` with gaps for what differs from save to save."""
 
     data: bytes
     ids: Ints
-    offsets: Ints
-    lengths: Ints
-    checkpoint_id: int
+    offsets: Ints  # where the offset of each tail item begins, a number of eight bytes
+    lengths: Ints  # where the length of each tail item begins, a number of eight bytes
+    checkpoint_id: int  # where the checkpoint's name goes, behind all other gaps
     tail: TailLocations
 
     def render(
@@ -109,14 +100,8 @@ class MetadataTemplate:
     ) -> bytes:
         """Return the bytes of `.metadata` for one save.
 
-        Args:
-            save_id: The save attempt.
-            tails: By rank, offset and length of each item of its tail.
-            checkpoint_id: The checkpoint's name.
-
-        Raises:
-            ManifestInvalid: The tails don't belong to the catalog.
-            ValueError: The save id has another length.
+        `tails`: by rank, offset and length of each item of its tail. Raises ManifestInvalid,
+        ValueError.
         """
         written = save_id.encode()
         if len(written) != _ID_LENGTH:
@@ -151,11 +136,7 @@ def template_of(catalog: Catalog) -> MetadataTemplate:
     2. Make the records of storage data: of items in layouts, and with gaps of items in tails.
     3. Put the pickle together, noting where the gaps lie.
 
-    Args:
-        catalog: Of the checkpoints that the template will serve.
-
-    Raises:
-        ManifestInvalid: The catalog's planner data isn't a pickle.
+    Raises ManifestInvalid.
     """
     planner_pickle, used = _planner_pickle(catalog.planner_pickle)
     memo = Memo(used)

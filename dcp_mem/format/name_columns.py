@@ -24,12 +24,7 @@ Such a path is stored as JSON.
 
 
 class Deferred(Sequence[_T]):
-    """A sequence that is made when an element is first needed; `make` must not fail.
-
-    Args:
-        length: Number of elements.
-        make: Returns the elements.
-    """
+    """A sequence that is made when an element is first needed; `make` must not fail."""
 
     def __init__(self, length: int, make: Callable[[], Sequence[_T]]) -> None:
         self._length, self._make = length, make
@@ -62,9 +57,7 @@ def pack_texts(names: Sequence[str], paths: Sequence[Path | None] | None) -> Pac
     - parts: The number of parts of each name's path. In the name they are joined by dots.
     - cuts: The characters of each part, negative where the part is an integer.
 
-    Args:
-        names: Flattened names.
-        paths: The path of each name, None where it has none; or None for no paths at all.
+    `paths`: the path of each name, None where it has none; or None for no paths at all.
     """
     columns = {"ends": np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))}
     blobs = {"names": "".join(names).encode("utf-8", "surrogatepass")}
@@ -94,14 +87,8 @@ def pack_texts(names: Sequence[str], paths: Sequence[Path | None] | None) -> Pac
 def unpack_texts(packed: Packed) -> tuple[Sequence[str], Sequence[Path | None] | None]:
     """Read what `pack_texts` returned.
 
-    Args:
-        packed: A column file that has the columns of `pack_texts`.
-
-    Returns:
-        The names, and the paths, which are made when they are first needed.
-
-    Raises:
-        KeyError, ValueError: The columns are damaged.
+    Returns the names, and the paths, which are made when they are first needed. Raises KeyError,
+    ValueError.
     """
     text = packed.blobs["names"].decode("utf-8", "surrogatepass")
     ends = packed.columns["ends"]

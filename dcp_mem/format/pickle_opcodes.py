@@ -30,11 +30,7 @@ _LARGEST_BINGET = 255
 class Memo:
     """Values that a pickle writes once, at its beginning, and then refers to by number.
 
-    Args:
-        first: The lowest number that isn't taken.
-
-    Attributes:
-        data: The opcodes so far; they leave nothing on the unpickler's stack.
+    `data`: the opcodes so far; they leave nothing on the unpickler's stack.
     """
 
     def __init__(self, first: int) -> None:
@@ -43,11 +39,7 @@ class Memo:
         self._shared: dict[bytes, bytes] = {}
 
     def share(self, code: bytes) -> bytes:
-        """Return the opcodes that refer to the value that `code` writes; write it if it is new.
-
-        Args:
-            code: Opcodes that leave the value on the stack.
-        """
+        """Return the opcodes that refer to the value that `code` writes; write it if it is new."""
         if code not in self._shared:
             number = self.keep(code)
             is_short = number <= _LARGEST_BINGET
@@ -59,19 +51,11 @@ class Memo:
         return self._shared[code]
 
     def keep(self, code: bytes) -> int:
-        """Write a value and return its number.
-
-        Args:
-            code: Opcodes that leave the value on the stack.
-        """
+        """Write a value and return its number."""
         return int(self.keep_all([code])[0])
 
     def keep_all(self, codes: Sequence[bytes]) -> Ints:
-        """Write values and return their numbers.
-
-        Args:
-            codes: Opcodes of each value; each leaves it on the stack.
-        """
+        """Write values and return their numbers."""
         numbers = np.arange(self._next, self._next + len(codes))
         self._next += len(codes)
         puts = slices(records(len(codes), pickle.LONG_BINPUT, short(numbers), pickle.POP))
@@ -80,39 +64,22 @@ class Memo:
 
 
 def refer(numbers: Ints) -> list[bytes]:
-    """Return the opcodes that refer to each of these numbers of the memo.
-
-    Args:
-        numbers: As `Memo.keep_all` returns them.
-    """
+    """Return the opcodes that refer to each of these numbers of the memo."""
     return slices(records(len(numbers), pickle.LONG_BINGET, short(numbers)))
 
 
 def global_name(module: str, name: str) -> bytes:
-    """Return the opcodes of a class or function.
-
-    Args:
-        module: Its module.
-        name: Its qualified name.
-    """
+    """Return the opcodes of a class or function."""
     return pickle.GLOBAL + f"{module}\n{name}\n".encode()
 
 
 def string(text: str) -> bytes:
-    """Return the opcodes of a text.
-
-    Args:
-        text: May hold surrogates.
-    """
+    """Return the opcodes of a text."""
     return strings([text])[0]
 
 
 def strings(texts: Iterable[str]) -> list[bytes]:
-    """Return the opcodes of each text.
-
-    Args:
-        texts: May hold surrogates.
-    """
+    """Return the opcodes of each text."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
     heads = slices(records(len(encoded), pickle.BINUNICODE, short(lengths)))
@@ -120,11 +87,7 @@ def strings(texts: Iterable[str]) -> list[bytes]:
 
 
 def integer(value: int) -> bytes:
-    """Return the opcodes of any integer, in as many bytes as it takes.
-
-    Args:
-        value: May be negative, and of any size.
-    """
+    """Return the opcodes of any integer, in as many bytes as it takes."""
     if -_LARGEST_BININT <= value <= _LARGEST_BININT:
         return pickle.BININT + struct.pack("<i", value)
     length = value.bit_length() // 8 + 1
@@ -137,11 +100,7 @@ def integer(value: int) -> bytes:
 
 
 def integers(column: Ints) -> tuple[bytes, Column]:
-    """Return the opcode and the operands of these integers, all with the same number of bytes.
-
-    Args:
-        column: Not negative.
-    """
+    """Return the opcode and the operands of these integers, all with the same number of bytes."""
     if int(column.max(initial=0)) > _LARGEST_BININT:
         return LONG8, column.astype("<i8")
     return pickle.BININT, column.astype("<i4")
@@ -150,8 +109,7 @@ def integers(column: Ints) -> tuple[bytes, Column]:
 def short(column: Ints) -> Column:
     """Return the integers in four bytes each, as lengths and numbers of the memo have.
 
-    Args:
-        column: Integers of at least 0, below 2**32.
+    `column`: integers of at least 0, below 2**32.
     """
     return column.astype("<u4")
 
@@ -159,9 +117,7 @@ def short(column: Ints) -> Column:
 def records(rows: int, *pieces: bytes | Column) -> Matrix:
     """Return records as uint8[rows, bytes].
 
-    Args:
-        rows: The number of records.
-        pieces: Bytes that all records have, and columns with a number for each.
+    `pieces`: bytes that all records have, and columns with a number for each.
     """
     matrix = np.empty((rows, width(pieces)), np.uint8)
     start = 0
@@ -177,19 +133,14 @@ def records(rows: int, *pieces: bytes | Column) -> Matrix:
 
 
 def width(pieces: Sequence[bytes | Column]) -> int:
-    """Return the bytes that these pieces of a record take.
-
-    Args:
-        pieces: As `records` takes them.
-    """
+    """Return the bytes that these pieces of a record take."""
     return sum(len(piece) if isinstance(piece, bytes) else piece.dtype.itemsize for piece in pieces)
 
 
 def slices(matrix: Matrix) -> list[bytes]:
     """Return each record on its own.
 
-    Args:
-        matrix: uint8[records, bytes], as `records` returns it.
+    `matrix`: uint8[records, bytes], as `records` returns it.
     """
     data, step = matrix.tobytes(), matrix.shape[1]
     return [data[start : start + step] for start in range(0, len(data), step)]

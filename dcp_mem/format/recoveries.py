@@ -15,56 +15,32 @@ _MOST_REASONS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryRecord:
-    """One load of a checkpoint, on all ranks together.
-
-    Attributes:
-        token: Unique per load.
-        time: When the load was done, in seconds since the epoch.
-        name: The checkpoint.
-        save_id: The checkpoint's save attempt.
-        step: The checkpoint's step; None where it isn't known.
-        seconds: How long the load took.
-        sources: Bytes that the ranks took, by "memory" (of their own node), "peers", "storage".
-        passed_over: Candidates that weren't taken, and why.
-        world_size: Ranks that loaded.
-    """
+    """One load of a checkpoint, on all ranks together."""
 
     token: str
-    time: float
+    time: float  # when the load was done, in seconds since the epoch
     name: str
     save_id: str
-    step: int | None
+    step: int | None  # the checkpoint's step; None where it isn't known
     seconds: float
+    # bytes that the ranks took, by "memory" (of their own node), "peers", "storage"
     sources: Mapping[str, int] = field(default_factory=dict)
     passed_over: tuple[str, ...] = ()
     world_size: int = 0
 
 
 def to_lines(recoveries: Sequence[RecoveryRecord]) -> bytes:
-    """Return a file with these records.
-
-    Args:
-        recoveries: In the order of the file.
-    """
+    """Return a file with these records."""
     return b"".join(json.dumps(_facts(one)).encode() + b"\n" for one in recoveries)
 
 
 def from_lines(data: bytes) -> list[RecoveryRecord]:
-    """Return the records of a file, in order, without lines that are damaged.
-
-    Args:
-        data: The content of the file.
-    """
+    """Return the records of a file, in order, without lines that are damaged."""
     return [one for line in data.splitlines() if (one := _recovery(line)) is not None]
 
 
 def merge_recoveries(*sets: Sequence[RecoveryRecord], most: int) -> list[RecoveryRecord]:
-    """Return all records, each once, in order of time.
-
-    Args:
-        sets: Records of one file each.
-        most: How many to keep; the oldest leave.
-    """
+    """Return all records, each once, in order of time."""
     found = {one.token: one for recoveries in sets for one in recoveries}
     return sorted(found.values(), key=lambda one: one.time)[-most:]
 

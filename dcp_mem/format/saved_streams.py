@@ -53,9 +53,6 @@ def is_whole(stream: bytes) -> bool:
     """Return whether a stream is a zip whose every record has the checksum that torch gave it.
 
     What can't be unpickled although its stream is whole was saved like that.
-
-    Args:
-        stream: All of it.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(stream)) as archive:
@@ -69,9 +66,6 @@ def why_refused(error: Exception) -> str:
     """Return in one sentence why `torch.load(weights_only=True)` refused a stream.
 
     torch's text begins with a page of advice; the class that it stumbled over comes last.
-
-    Args:
-        error: What torch raised.
     """
     lines = str(error).strip().split("\n")
     telling = (line for line in lines[1:] if _MARK in line or " GLOBAL " in line)

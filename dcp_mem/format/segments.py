@@ -30,12 +30,7 @@ class Segments(Sequence[Segment]):
 
     @staticmethod
     def of(save_id: str, segments: Iterable[Segment]) -> Segments:
-        """Return these segments as columns.
-
-        Args:
-            save_id: Of the attempt that wrote all of them.
-            segments: In the order of the columns.
-        """
+        """Return these segments as columns."""
         found = list(segments)
         return Segments(
             save_id=save_id,
@@ -47,12 +42,7 @@ class Segments(Sequence[Segment]):
         )
 
     def for_next_save(self, save_id: str, tails: Mapping[int, Tail]) -> Segments:
-        """Return the segments of the next save of the same plan.
-
-        Args:
-            save_id: Of the next save.
-            tails: The tails that differ, by index of the segment.
-        """
+        """Return the segments of the next save of the same plan."""
         nbytes, tail = list(self.nbytes), list(self.tail)
         for number, new in tails.items():
             nbytes[number], tail[number] = sum(new[-1]), new
@@ -68,11 +58,7 @@ class Segments(Sequence[Segment]):
     def numbered(self, number: int) -> Segment:
         """Return the segment with a number: that of a rank, or a rank's second one.
 
-        Args:
-            number: As `names.rank_of` tells it of a file.
-
-        Raises:
-            ValueError: There is none.
+        Raises ValueError.
         """
         is_in_place = number < len(self.rank) and self.rank[number] == number
         return self[number if is_in_place else self.rank.index(number)]
@@ -131,18 +117,8 @@ class Segments(Sequence[Segment]):
     ) -> Segments:
         """Read what `to_fields` returned; the arguments after the save id are its keys.
 
-        Args:
-            save_id: Of the attempt that wrote the segments.
-            nodes: Names of nodes, each once.
-            layouts: Keys of layouts, each once.
-            rank: Of each segment.
-            node: Of each segment: index into `nodes`.
-            nbytes: Of each segment.
-            layout: Of each segment: index into `layouts`.
-            tail: Of each segment: (offset, bytes) of each item of its tail.
-
-        Raises:
-            TypeError, ValueError, LookupError: The fields aren't what `to_fields` returns.
+        `tail`: of each segment: (offset, bytes) of each item of its tail. Raises TypeError,
+        ValueError, LookupError.
         """
         tails = [tuple((int(offset), int(length)) for offset, length in one) for one in tail]
         if {len(column) for column in (rank, node, nbytes, layout)} - {len(tails)}:

@@ -27,11 +27,7 @@ class RunPool:
         self._listed = 0
 
     def add(self, run: Ints) -> int:
-        """Return the number of a run; equal runs have the same.
-
-        Args:
-            run: One integer or more.
-        """
+        """Return the number of a run; equal runs have the same."""
         length, first = len(run), int(run[0])
         step = int(run[1]) - first if length > 1 else 0
         # The last number is looked at first: mostly that tells.
@@ -53,11 +49,7 @@ class RunPool:
         return number
 
     def columns(self, name: str) -> dict[str, Ints]:
-        """Return the columns that `Runs` reads.
-
-        Args:
-            name: What their names begin with.
-        """
+        """Return the columns that `Runs` reads."""
         runs = np.array(self._runs, np.int64).reshape(-1, 4)
         values = np.concatenate([np.zeros(0, np.int32), *self._values])
         found = (*(np.ascontiguousarray(column) for column in runs.T), values)
@@ -67,15 +59,7 @@ class RunPool:
 class Runs:
     """Runs that were written down.
 
-    Args:
-        columns: What `RunPool.columns` returned, among others.
-        name: As `RunPool.columns` was told.
-
-    Attributes:
-        lengths: Of each run.
-
-    Raises:
-        KeyError, ValueError: The columns are damaged.
+    Raises KeyError, ValueError.
     """
 
     def __init__(self, columns: Mapping[str, Ints], name: str) -> None:
@@ -97,22 +81,13 @@ class Runs:
             raise ValueError("runs of numbers that aren't listed")
 
     def joined(self, numbers: Ints) -> Ints:
-        """Return some runs one after the other; the caller has added up their lengths.
-
-        Args:
-            numbers: Of the runs, in range.
-        """
+        """Return some runs one after the other; the caller has added up their lengths."""
         known = {number: self.run(number) for number in np.unique(numbers).tolist()}
         nothing = np.zeros(0, np.int64)
         return np.concatenate([nothing, *map(known.__getitem__, numbers.tolist())])
 
     def at(self, numbers: Ints, index: Ints) -> Ints:
-        """Return one integer of each of some runs.
-
-        Args:
-            numbers: Of the runs, in range.
-            index: Which integer of each, in range.
-        """
+        """Return one integer of each of some runs."""
         first, is_listed = self._first[numbers], self._is_listed[numbers] != 0
         found: Ints = first + self._step[numbers] * index
         found[is_listed] = self._values[first[is_listed] + index[is_listed]]
@@ -121,8 +96,7 @@ class Runs:
     def bounds(self, numbers: Ints) -> Ints:
         """Return the least and the largest integer of each of some runs: int64[2, runs].
 
-        Args:
-            numbers: Of the runs, in range; the caller has added up their lengths.
+        `numbers`: of the runs, in range; the caller has added up their lengths.
         """
         ends = self.at(numbers, self.lengths[numbers] - 1)
         found = np.stack([self._first[numbers], ends])
@@ -133,11 +107,7 @@ class Runs:
         return found
 
     def run(self, number: int) -> Ints:
-        """Return a run.
-
-        Args:
-            number: Of the run, in range.
-        """
+        """Return a run."""
         first, length = int(self._first[number]), int(self.lengths[number])
         if self._is_listed[number]:
             return self._values[first : first + length]

@@ -51,12 +51,7 @@ def refuse_greedy_pickle(data: bytes, what: str) -> None:
     Python's unpickler makes its memo as long as the largest number that a pickle names, and byte
     arrays as long as the pickle says.
 
-    Args:
-        data: The pickle.
-        what: What it is, for the error.
-
-    Raises:
-        SizeRefused: It names a number, or a length, that is larger than the pickle.
+    Raises SizeRefused.
     """
     kinds, size, position = _KINDS, len(data), 0
     while position < size:
@@ -98,12 +93,7 @@ def refuse_packed_stream(data: memoryview, what: str) -> None:
 
     Torch's own are zips without compression; older ones are no zips.
 
-    Args:
-        data: The stream.
-        what: Whose it is, for the error.
-
-    Raises:
-        SizeRefused: Its records are compressed, or overlap.
+    Raises SizeRefused.
     """
     if bytes(data[:2]) != b"PK":
         return
@@ -118,14 +108,7 @@ def refuse_packed_stream(data: memoryview, what: str) -> None:
 def refuse_beyond_file(offset: Any, length: Any, nbytes: int, what: str) -> None:
     """Make sure that an item lies within its file.
 
-    Args:
-        offset: Where it is said to begin.
-        length: How long it is said to be.
-        nbytes: Of the file.
-        what: Which item it is, for the error.
-
-    Raises:
-        SizeRefused: It begins or ends elsewhere.
+    Raises SizeRefused.
     """
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise SizeRefused(f"{what} at {offset!r}", 0, nbytes)

@@ -31,15 +31,7 @@ def properties(
     pin_memory: bool,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Properties:
-    """Return what DCP records of a tensor besides its shape; equal properties are one object.
-
-    Args:
-        dtype: Of the tensor.
-        layout: Dense (`torch.strided`) or a sparse one.
-        requires_grad: Whether autograd tracks it.
-        pin_memory: Whether it lies in pinned memory.
-        memory_format: As in DCP's `TensorProperties`.
-    """
+    """Return what DCP records of a tensor besides its shape; equal properties are one object."""
     return Properties(
         dtype=str(dtype),
         layout=str(layout),
@@ -52,11 +44,7 @@ def properties(
 def dtype_named(name: str) -> torch.dtype:
     """Return the dtype of this name.
 
-    Args:
-        name: As `str(dtype)`, such as "torch.float32".
-
-    Raises:
-        ManifestInvalid: This torch has none.
+    Raises ManifestInvalid.
     """
     return _known(_DTYPES, name)
 
@@ -64,11 +52,7 @@ def dtype_named(name: str) -> torch.dtype:
 def layout_named(name: str) -> torch.layout:
     """Return the layout of this name.
 
-    Args:
-        name: As `str(layout)`, such as "torch.strided".
-
-    Raises:
-        ManifestInvalid: This torch has none.
+    Raises ManifestInvalid.
     """
     return _known(_LAYOUTS, name)
 
@@ -76,11 +60,7 @@ def layout_named(name: str) -> torch.layout:
 def memory_format_named(name: str) -> torch.memory_format:
     """Return the memory format of this name.
 
-    Args:
-        name: As `str(memory_format)`, such as "torch.contiguous_format".
-
-    Raises:
-        ManifestInvalid: This torch has none.
+    Raises ManifestInvalid.
     """
     return _known(_MEMORY_FORMATS, name)
 

@@ -19,8 +19,7 @@ from dcp_mem.errors import ConfigError
 def raised_together(error: Exception | None) -> Iterator[None]:
     """Raise an error that DCP raises in the block on all ranks; as it is on this one.
 
-    Args:
-        error: Why this rank can't take part, which its planner raises; None for nothing.
+    `error`: why this rank can't take part, which its planner raises; None for nothing.
     """
     try:
         yield
@@ -37,10 +36,7 @@ def cause_raised(
 ) -> Iterator[None]:
     """Raise what a CheckpointException of the block tells of, in its place.
 
-    Args:
-        what: The call.
-        process_group: Its ranks; None for the default group.
-        no_dist: Whether it has no other ranks.
+    `process_group`: its ranks; None for the default group.
     """
     try:
         yield
@@ -81,12 +77,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 def accepted_by(function: Callable[..., Any], **options: tuple[Any, Any]) -> dict[str, Any]:
     """Return the options that this torch's function has, and their values.
 
-    Args:
-        function: Of torch's.
-        options: For each option its value, and its default.
-
-    Raises:
-        ConfigError: The function lacks an option whose value isn't the default.
+    Raises ConfigError.
     """
     known = _parameters(function)
     for name, (value, default) in options.items():

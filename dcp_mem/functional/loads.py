@@ -108,20 +108,7 @@ def load_or_raise_cause(
 
     For the manager, the integrations and the command line.
 
-    Args:
-        state_dict: As for `load`.
-        checkpoint_id: As for `load`.
-        storage_reader: As for `load`.
-        planner: As for `load`.
-        process_group: As for `load`.
-        no_dist: As for `load`.
-        weights_only: As for `load`.
-        skip: As for `load`.
-
-    Raises:
-        ConfigError: As from `load`.
-        RankFailed: Another rank has failed.
-        Exception: This rank has failed.
+    Raises ConfigError, RankFailed, Exception.
     """
     with cause_raised("the load", process_group, no_dist):
         _load(

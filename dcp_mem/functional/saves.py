@@ -104,16 +104,7 @@ def save_or_raise_cause(
 
     For the manager and the integrations.
 
-    Args:
-        state_dict: As for `save`.
-        checkpoint_id: As for `save`.
-        storage_writer: As for `save`.
-        process_group: As for `save`.
-        no_dist: As for `save`.
-
-    Raises:
-        RankFailed: Another rank has failed.
-        Exception: This rank has failed.
+    Raises RankFailed, Exception.
     """
     with cause_raised("the save", process_group, no_dist):
         return _save(

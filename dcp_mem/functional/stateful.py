@@ -110,11 +110,7 @@ def taking_part(state: object) -> dict[str, Any]:
 
 
 def without_stateful(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict with the states of stateful objects in their place.
-
-    Args:
-        state: The state dict.
-    """
+    """Return the state dict with the states of stateful objects in their place."""
     keys = _stateful_keys(state)
     return {**state, **{key: state[key].state_dict() for key in keys}} if keys else state
 
@@ -131,11 +127,7 @@ def _stateful_keys(state: dict[str, Any]) -> list[str]:
 
 
 def optional_entries(state: dict[str, Any]) -> Callable[[str], bool] | None:
-    """Return what tells whether an entry, by its flattened name, may be missing; None: none may.
-
-    Args:
-        state: The state dict.
-    """
+    """Return what tells whether an entry, by its flattened name, may be missing; None: none may."""
     objects = [
         (f"{key}.", state[key])
         for key in _stateful_keys(state)

@@ -283,17 +283,11 @@ class TrainerCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class _Resumption:
-    """A checkpoint that is being resumed from.
-
-    Attributes:
-        step: Its step.
-        directory: Where the Trainer finds its own state.
-        is_asked_for: Whether it was asked for by name, so that no other one will do.
-    """
+    """A checkpoint that is being resumed from."""
 
     step: int
     directory: str
-    is_asked_for: bool
+    is_asked_for: bool  # whether it was asked for by name, so that no other one will do
 
 
 class _LoadedAnother(Exception):
@@ -352,8 +346,7 @@ def _retention(args: Any) -> dict[str, Retention]:
 def _as_json(state: Any) -> str:
     """Return a Trainer's state as the Trainer writes it.
 
-    Raises:
-        ConfigError: It has values that JSON doesn't know.
+    Raises ConfigError.
     """
     fields = dataclasses.asdict(state)
     try:

@@ -178,9 +178,7 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
     def _found(self, step: int) -> str | None:
         """Return the checkpoint to load; None where there is none of ours.
 
-        Raises:
-            NoRecoverableCheckpoint: There is, or may be, one, and it can't be loaded. (torchtitan
-                would load it without verification, or start from nothing over it.)
+        Raises NoRecoverableCheckpoint.
         """
         plan = self.reader._elected(None if step == -1 else f"step-{step}")
         for choice in plan.choices:
@@ -237,8 +235,7 @@ class _Optimizers:
     def _bear(self, lacking: Set[str], loaded: dict[str, Any]) -> None:
         """Keep options that the checkpoint hasn't, and leave parameters without state so.
 
-        Raises:
-            ConfigError: The checkpoint is of no such optimizer.
+        Raises ConfigError.
         """
         names = {
             name

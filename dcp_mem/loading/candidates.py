@@ -25,14 +25,7 @@ def open_newest(load: LoadAttempt) -> OpenCheckpoint:
        each rank saved alone.
     2. Open the newest; fall through to older ones, noting why.
 
-    Args:
-        load: The load; its request may name a checkpoint.
-
-    Raises:
-        NoRecoverableCheckpoint: No checkpoint could be opened; on all ranks alike.
-        CheckpointNotFound: The one that was asked for couldn't; on all ranks alike.
-        ConfigError: The ranks were asked for different checkpoints.
-        RankFailed: Another rank has failed.
+    Raises NoRecoverableCheckpoint, CheckpointNotFound, ConfigError, RankFailed.
     """
     for scope in (names.COLLECTIVE, names.rank_scope(load.request.rank)):
         load.search_in(scope)
@@ -44,11 +37,7 @@ def open_newest(load: LoadAttempt) -> OpenCheckpoint:
 
 
 def open_next(load: LoadAttempt) -> OpenCheckpoint:
-    """Open the next candidate that all ranks can open; raise as `open_newest` does.
-
-    Args:
-        load: The load; its candidates have been elected.
-    """
+    """Open the next candidate that all ranks can open; raise as `open_newest` does."""
     while (candidate := load.next_candidate()) is not None:
         try:
             opened = open_together(load, _with_lost_segments(load, candidate))
@@ -69,9 +58,7 @@ def open_without(load: LoadAttempt, damaged: Collection[DamagedSegment]) -> Open
 
     That may be the last candidate again, from other copies or parity.
 
-    Args:
-        load: The load.
-        damaged: Segments that are of no use from now on, on any node.
+    `damaged`: segments that are of no use from now on, on any node.
     """
     load.mark_damaged(damaged)
     load.adopt_again(elect_together(load, load.search))

@@ -34,8 +34,7 @@ class LoadTakeover:
     def __init__(self, call: PlanningCall) -> None:
         """Put a stand-in in place of DCP's planner, unless there is one already.
 
-        Args:
-            call: The planning step of DCP; dcp_mem can plan as its planner would.
+        `call`: the planning step of DCP; dcp_mem can plan as its planner would.
         """
         known = call.planner if isinstance(call.planner, _StandIn) else None
         self._stand_in = known or _StandIn(call)
@@ -44,9 +43,7 @@ class LoadTakeover:
     def begin(self, opened: OpenCheckpoint, ranks: Ranks | None) -> Metadata:
         """Take note of the checkpoint to load; return its metadata, made when it is looked at.
 
-        Args:
-            opened: On all ranks.
-            ranks: Those that load together, if all of them plan by themselves; else None.
+        `ranks`: those that load together, if all of them plan by themselves; else None.
         """
         self._stand_in.opened, self._stand_in.ranks = opened, ranks
         return LazyMetadata(lambda: opened.metadata)
@@ -55,21 +52,14 @@ class LoadTakeover:
 def guard_planner(call: PlanningCall, ranks: Ranks, give_up: Callable[[], None]) -> None:
     """Have the ranks left where DCP's planner raises in front of their exchanges in `read_data`.
 
-    Args:
-        call: The planning step of DCP, whose planner isn't a usual one.
-        ranks: That load together.
-        give_up: Called where the planner raises: DCP won't call `read_data`.
+    `call`: the planning step of DCP, whose planner isn't a usual one.
     """
     known = call.planner.planner if isinstance(call.planner, _Guarded) else call.planner
     call.replace_planner(_Guarded(known, ranks, give_up))
 
 
 def why_not_own_plan(planner: LoadPlanner) -> str:
-    """Return why a load needs DCP's planner; "" where dcp_mem plans as that planner would.
-
-    Args:
-        planner: As given to `dcp.load`.
-    """
+    """Return why a load needs DCP's planner; "" where dcp_mem plans as that planner would."""
     if isinstance(planner, _StandIn):
         return ""  # The metadata is read once more.
     if isinstance(planner, _Guarded):
@@ -82,12 +72,7 @@ def why_not_own_plan(planner: LoadPlanner) -> str:
 
 
 def taken_over(plan: LoadPlan, planner: LoadPlanner) -> tuple[LoadPlan | Reads, LoadPlanner]:
-    """Return what to read, and the planner that resolves it.
-
-    Args:
-        plan: As DCP hands it to `read_data`, like `planner`.
-        planner: A stand-in of ours, or any other.
-    """
+    """Return what to read, and the planner that resolves it."""
     if isinstance(planner, _Guarded):
         return plan, planner.planner
     if not isinstance(planner, _StandIn):
@@ -98,11 +83,7 @@ def taken_over(plan: LoadPlan, planner: LoadPlanner) -> tuple[LoadPlan | Reads, 
 
 
 class _Guarded(LoadPlanner):
-    """DCP's planner, whose errors leave no rank waiting, and nothing open.
-
-    Attributes:
-        planner: DCP's.
-    """
+    """DCP's planner, whose errors leave no rank waiting, and nothing open."""
 
     def __init__(self, planner: LoadPlanner, ranks: Ranks, give_up: Callable[[], None]) -> None:
         self.planner, self._ranks, self._give_up = planner, ranks, give_up
@@ -150,12 +131,9 @@ def _giving_up(give_up: Callable[[], None]) -> Iterator[None]:
 class _StandIn(LoadPlanner):
     """Plans in the place of DCP's planner.
 
-    Attributes:
-        planner: DCP's.
-        own: Of dcp_mem; unpickles freely, as DCP's does.
-        opened: The checkpoint; None as long as there is none.
-        ranks: Those that load together, if all of them plan by themselves; else None.
-        reads: What this rank reads; None as long as it hasn't planned.
+    `own`: of dcp_mem; unpickles freely, as DCP's does. `opened`: the checkpoint; None as long as
+    there is none. `ranks`: those that load together, if all of them plan by themselves; else None.
+    `reads`: what this rank reads; None as long as it hasn't planned.
     """
 
     def __init__(self, call: PlanningCall) -> None:

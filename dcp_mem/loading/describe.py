@@ -26,11 +26,6 @@ def share_description_files(
 
     It is one whose node has them in memory, or rank 0 for storage. All ranks call this together:
     one broadcast; before it a gather, where rank 0's node doesn't have them in memory.
-
-    Args:
-        load: The load.
-        choice: The checkpoint.
-        memory: What this node's memory has of it.
     """
     ranks, describing_rank = load.ranks, choice.teller
     if not load.is_collective or (choice.memory and describing_rank is None):
@@ -49,12 +44,7 @@ def share_description_files(
 
 
 def share_files_in_memory(load: LoadAttempt, choice: ElectedCheckpoint) -> SharedFiles:
-    """Do as `share_description_files` does, for a checkpoint in memory that isn't open.
-
-    Args:
-        load: The load.
-        choice: The elected checkpoint.
-    """
+    """Do as `share_description_files` does, for a checkpoint in memory that isn't open."""
     memory, _ = locate_memory(load, choice)
     try:
         return share_description_files(load, choice, memory)

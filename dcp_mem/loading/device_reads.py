@@ -33,15 +33,8 @@ _ALIGNMENT = 64
 def read_payloads(memory: MemorySource, file: str, payloads: DirectRead, *, verify: bool) -> None:
     """Read payloads of a segment as they are into tensors.
 
-    Args:
-        memory: Has the segment.
-        file: Its name.
-        payloads: By ascending offsets.
-        verify: Hold them against the checksums beside the segment, if they have been made.
-
-    Raises:
-        SegmentCorrupt: The bytes are missing, or others.
-        RuntimeError: A device has failed.
+    `verify`: hold them against the checksums beside the segment, if they have been made. Raises
+    SegmentCorrupt, RuntimeError.
     """
     for number in np.unique(payloads.device).tolist():
         of_device = payloads.only(payloads.device == number)
@@ -58,22 +51,13 @@ def read_payloads(memory: MemorySource, file: str, payloads: DirectRead, *, veri
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Shares:
-    """Stretches of a segment, each for one thread to read, and their places in windows.
-
-    Attributes:
-        units: Of each share.
-        start: First byte of each, in the segment.
-        stop: End of each.
-        window: Number of the window that each is read into, ascending.
-        place: Where in the window, in bytes.
-        nbytes: Of a window.
-    """
+    """Stretches of a segment, each for one thread to read, and their places in windows."""
 
     units: Sequence[Sequence[Extent]]
     start: Ints
     stop: Ints
-    window: Ints
-    place: Ints
+    window: Ints  # number of the window that each is read into, ascending
+    place: Ints  # where in the window, in bytes
     nbytes: int
 
     @staticmethod

@@ -20,15 +20,9 @@ _LOOKING = "looking for checkpoints"
 @sendable
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """One rank's contribution to the election.
+    """One rank's contribution to the election."""
 
-    Attributes:
-        wanted: Name of the checkpoint that this rank was asked for; None for the newest.
-        findings: What its node's memory has.
-        plans_itself: Whether it plans without DCP's planner.
-    """
-
-    wanted: str | None
+    wanted: str | None  # name of the checkpoint that this rank was asked for; None for the newest
     findings: Sequence[FoundCheckpoint]
     plans_itself: bool
 
@@ -36,15 +30,10 @@ class _Survey:
 @sendable
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """What rank 0 has made of all surveys.
+    """What rank 0 has made of all surveys."""
 
-    Attributes:
-        wanted: The names that ranks were asked for, where they differ.
-        plan: What can be loaded; None where it isn't rank 0 alone that elects.
-        all_plan_themselves: Whether all ranks plan without DCP's planner.
-    """
-
-    wanted: Sequence[str] = ()
+    wanted: Sequence[str] = ()  # the names that ranks were asked for, where they differ
+    # what can be loaded; None where it isn't rank 0 alone that elects
     plan: RecoveryPlan | None = None
     all_plan_themselves: bool = False
 
@@ -58,14 +47,8 @@ def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
        does so for itself; one exchange.
     3. Every rank remembers the greatest number of all checkpoints: its next saves are newer.
 
-    Args:
-        load: The load; it is told what the ranks have in common, and of the silence of storage.
-        search: What to look for.
-
-    Raises:
-        ConfigError: The ranks were asked for different checkpoints.
-        Exception: Why this rank can't take part.
-        RankFailed: Another rank can't.
+    `load`: the load; it is told what the ranks have in common, and of the silence of storage.
+    Raises ConfigError, Exception, RankFailed.
     """
     decision = from_all_ranks(
         load.ranks,

@@ -24,9 +24,8 @@ from dcp_mem.policy.pieces import Extent, cut, merged
 class Fetcher:
     """Gets bytes of one checkpoint's segments from one source.
 
-    Attributes:
-        names_of: Returns the names of the items that take some of the bytes [start, stop) of a
-            file, for errors.
+    `names_of`: returns the names of the items that take some of the bytes [start, stop) of a file,
+    for errors.
     """
 
     def __init__(
@@ -34,11 +33,8 @@ class Fetcher:
     ) -> None:
         """Ask the source for the tables of these segments.
 
-        Args:
-            source: Where bytes come from.
-            checkpoint: Its name, for errors.
-            files: Segments that will be fetched from, as far as that is known.
-            verify: Check what is fetched, where checksums are known.
+        `source`: where bytes come from. `files`: segments that will be fetched from, as far as that
+        is known.
         """
         self._source, self._checkpoint, self._verify = source, checkpoint, verify
         self.names_of: Callable[[str, int, int], str] = lambda file, start, stop: ""
@@ -48,11 +44,7 @@ class Fetcher:
     def table(self, file: str) -> TableIndex | None:
         """Return a segment's table; None for one that torch's own writer made.
 
-        Args:
-            file: The segment's file.
-
-        Raises:
-            SegmentCorrupt: The source doesn't have the segment.
+        Raises SegmentCorrupt.
         """
         if file not in self._tables:
             self._tables[file] = _index(self._source.tables([file])[file])
@@ -61,13 +53,7 @@ class Fetcher:
     def fetch(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Fill buffers, one after the other, with a segment's bytes; read damaged ones once more.
 
-        Args:
-            file: Name of the segment's file.
-            start: Offset of the first byte.
-            buffers: Memory to fill.
-
-        Raises:
-            SegmentCorrupt: The bytes are missing, or damaged twice.
+        Raises SegmentCorrupt.
         """
         self._source.read_into(file, start, buffers)
         try:
@@ -78,20 +64,12 @@ class Fetcher:
             self.check(file, start, buffers)
 
     def checks(self, file: str) -> bool:
-        """Return whether bytes of a segment are checked; then they are read by whole blocks.
-
-        Args:
-            file: The segment's file.
-        """
+        """Return whether bytes of a segment are checked; then they are read by whole blocks."""
         table = self.table(file)
         return self._verify and table is not None and bool(table.crcs)
 
     def edges(self, file: str) -> list[int] | None:
-        """Return where a segment may be cut into pieces that can be checked; None for anywhere.
-
-        Args:
-            file: The segment's file.
-        """
+        """Return where a segment may be cut into pieces that can be checked; None for anywhere."""
         table = self.table(file)
         if table is None or not self.checks(file):
             return None
@@ -102,13 +80,7 @@ class Fetcher:
     def check(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Hold whole blocks of bytes that were fetched against the segment's checksums.
 
-        Args:
-            file: Name of the segment's file.
-            start: Offset of the first byte.
-            buffers: The bytes, one buffer after the other.
-
-        Raises:
-            SegmentCorrupt: They aren't the bytes that were saved.
+        `buffers`: the bytes, one buffer after the other. Raises SegmentCorrupt.
         """
         table = self.table(file)
         if table is None or not self.checks(file):
@@ -138,13 +110,7 @@ def fetch_all(
 ) -> None:
     """Fetch these bytes, give them to the items that need them, and deliver complete items.
 
-    Args:
-        fetcher: Gets the bytes.
-        pending: The items.
-        extents: By file, bytes [start, stop) each; they may overlap.
-
-    Raises:
-        SegmentCorrupt: Bytes are missing, or damaged.
+    `extents`: by file, bytes [start, stop) each; they may overlap. Raises SegmentCorrupt.
     """
     pieces = []
     for file, of_file in extents.items():

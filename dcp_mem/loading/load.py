@@ -50,18 +50,8 @@ def load_opened(
 
     All ranks call this together.
 
-    Args:
-        load: The load, with the candidates that are left.
-        opened: The checkpoint; closed on return.
-        plan: What this rank reads of it.
-        planner: Of this rank; it is given the bytes, and plans again for an older checkpoint.
-        is_coordinator: Whether this rank is DCP's coordinator.
-
-    Raises:
-        SegmentCorrupt: No source has the bytes whole, and there is nothing to fall back on.
-        NoRecoverableCheckpoint: Nor is there an older checkpoint that can be loaded.
-        NotOfOneSave: An older one doesn't have all that was read of the damaged one.
-        RankFailed: Another rank has failed.
+    `planner`: of this rank; it is given the bytes, and plans again for an older checkpoint. Raises
+    SegmentCorrupt, NoRecoverableCheckpoint, NotOfOneSave, RankFailed.
     """
     written: set[str] = set()
     try:
@@ -174,26 +164,20 @@ def _read_together(
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """Bytes that some ranks have read, and failures of these ranks.
+    """Bytes that some ranks have read, and failures of these ranks."""
 
-    Attributes:
-        failures: (rank, text); first of all those that aren't damage, of which one is final. The
-            first few of them.
-        damaged: Segments in memory that turned out to be damaged.
-        texts: What was wrong with sources; with the rank that says so, and the place among what
-            that rank says.
-        used: Bytes that these ranks took, by the label of the source.
-        recorder: Whether the rank that is to leave a record has no memory of the job, and its
-            number: the lowest of those that have, else the lowest of all.
-        left_out: A bit for each entry below a loaded one that none of these ranks loads.
-    """
-
+    # (rank, text); first of all those that aren't damage, of which one is final. The first few of
+    # them.
     failures: Failures
-    damaged: frozenset[DamagedSegment]
+    damaged: frozenset[DamagedSegment]  # segments in memory that turned out to be damaged
+    # what was wrong with sources; with the rank that says so, and the place among what that rank
+    # says
     texts: Mapping[str, tuple[int, int]]
-    used: Counter[str]
+    used: Counter[str]  # bytes that these ranks took, by the label of the source
+    # whether the rank that is to leave a record has no memory of the job, and its number: the
+    # lowest of those that have, else the lowest of all
     recorder: tuple[bool, int]
-    left_out: bytes
+    left_out: bytes  # a bit for each entry below a loaded one that none of these ranks loads
 
     @property
     def is_damage(self) -> bool:
@@ -206,11 +190,7 @@ class _Outcome:
         return sorted(self.texts, key=self.texts.__getitem__)
 
     def join(self, other: _Outcome) -> _Outcome:
-        """Join the outcomes of two sets of ranks.
-
-        Args:
-            other: Of the other ranks.
-        """
+        """Join the outcomes of two sets of ranks."""
         failures = sorted(
             self.failures + other.failures,
             key=lambda one: (one[1].startswith(_DAMAGE), one[0]),

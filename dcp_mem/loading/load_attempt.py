@@ -22,19 +22,12 @@ DamagedSegment = tuple[str, str, int]
 class LoadAttempt:
     """A load's way through its candidates, newest first.
 
-    Args:
-        request: What was asked for.
-        storage_survey: Asks storage; None: a new one, which asks once.
-
-    Attributes:
-        request: What was asked for.
-        search: What surveys look for now.
-        memory: What this node's memory has of the job. A rebuild gives one to a node without.
-        storage_survey: Asks storage, and remembers whether it is silent.
-        reasons: Why candidates were passed over.
-        tried: The candidates so far, in the order in which they were tried.
-        opened: Those of them that could be opened.
-        all_plan_themselves: Whether all ranks plan without DCP's planner.
+    `storage_survey`: asks storage; None: a new one, which asks once. `search`: what surveys look
+    for now. `memory`: what this node's memory has of the job. A rebuild gives one to a node
+    without. `storage_survey`: asks storage, and remembers whether it is silent. `reasons`: why
+    candidates were passed over. `tried`: the candidates so far, in the order in which they were
+    tried. `opened`: those of them that could be opened. `all_plan_themselves`: whether all ranks
+    plan without DCP's planner.
     """
 
     def __init__(self, request: LoadRequest, storage_survey: StorageSurvey | None = None) -> None:
@@ -70,26 +63,17 @@ class LoadAttempt:
     def search_in(self, scope: str) -> None:
         """Let surveys look for checkpoints of this scope from now on.
 
-        Args:
-            scope: "" for checkpoints that all ranks saved together, or the rank that saved alone.
+        `scope`: "" for checkpoints that all ranks saved together, or the rank that saved alone.
         """
         self.search = replace(self.search, scope=scope)
 
     def adopt(self, plan: RecoveryPlan) -> None:
-        """Try the candidates of this plan, from the newest on.
-
-        Args:
-            plan: What the ranks have elected.
-        """
+        """Try the candidates of this plan, from the newest on."""
         self.reasons = list(dict.fromkeys([*self.reasons, *plan.reasons]))
         self._candidates, self._tried = self._eligible(plan), 0
 
     def adopt_again(self, plan: RecoveryPlan) -> None:
-        """Try the candidates of this plan, without those passed over before the last one.
-
-        Args:
-            plan: What the ranks have elected since.
-        """
+        """Try the candidates of this plan, without those passed over before the last one."""
         passed_over = {_identity(choice) for choice in self._candidates[: self._tried - 1]}
         left = [choice for choice in self._eligible(plan) if _identity(choice) not in passed_over]
         self._candidates, self._tried = tuple(left), 0
@@ -112,49 +96,26 @@ class LoadAttempt:
         return "" if self.request.wanted is not None else contradiction(last, older)
 
     def note(self, choice: ElectedCheckpoint, why: str) -> None:
-        """Remember what speaks against a candidate, or one of its sources.
-
-        Args:
-            choice: The candidate.
-            why: What speaks against it, for people.
-        """
+        """Remember what speaks against a candidate, or one of its sources."""
         self.reasons.append(f"{choice.name}: {why}")
 
     # -- this node's memory ------------------------------------------------------------------------
 
     def mark_damaged(self, damaged: Iterable[DamagedSegment]) -> None:
-        """Leave these segments out of all further surveys, where they are this node's.
-
-        Args:
-            damaged: Segments of any node.
-        """
+        """Leave these segments out of all further surveys, where they are this node's."""
         node = None if self.memory is None else self.memory.node
         self._damaged |= {(save_id, rank) for of, save_id, rank in damaged if of == node}
 
     def mark_rebuilt(self, save_id: str, ranks: Collection[int]) -> None:
-        """Count these segments again: they were rebuilt on this node.
-
-        Args:
-            save_id: The checkpoint's save id.
-            ranks: The ranks whose segments are whole again.
-        """
+        """Count these segments again: they were rebuilt on this node."""
         self._damaged -= {(save_id, rank) for rank in ranks}
 
     def is_damaged(self, save_id: str, rank: int) -> bool:
-        """Return whether a segment turned out to be damaged in this node's memory.
-
-        Args:
-            save_id: The checkpoint's save id.
-            rank: The rank whose segment it is.
-        """
+        """Return whether a segment turned out to be damaged in this node's memory."""
         return (save_id, rank) in self._damaged
 
     def damaged_ranks(self, checkpoint: LocalCheckpoint) -> list[int]:
-        """Return the ranks whose segments of a checkpoint turned out to be damaged here.
-
-        Args:
-            checkpoint: What this node has of the checkpoint.
-        """
+        """Return the ranks whose segments of a checkpoint turned out to be damaged here."""
         wanted = checkpoint.manifest.save_id
         return [rank for save_id, rank in self._damaged if save_id == wanted]
 

@@ -18,18 +18,12 @@ from dcp_mem.storage.leases import ReadLease, read_lease
 
 @dataclass(frozen=True, slots=True)
 class LocatedSources:
-    """The sources of a checkpoint that this rank sees; not yet asked what it consists of.
-
-    Attributes:
-        memory: This node's memory.
-        stored: Storage.
-        trouble: Why memory or storage, which was to have the checkpoint, is no source.
-        lease: Keeps the checkpoint on storage, where its bytes come from there.
-    """
+    """The sources of a checkpoint that this rank sees; not yet asked what it consists of."""
 
     memory: MemorySource | None = None
     stored: StorageSource | None = None
-    trouble: str = ""
+    trouble: str = ""  # why memory or storage, which was to have the checkpoint, is no source
+    # keeps the checkpoint on storage, where its bytes come from there
     lease: ReadLease | None = None
 
     def close(self) -> None:
@@ -40,12 +34,7 @@ class LocatedSources:
 
 
 def locate(load: LoadAttempt, choice: ElectedCheckpoint) -> LocatedSources:
-    """Return the sources of a checkpoint that this rank sees, under a lease where one is needed.
-
-    Args:
-        load: The load.
-        choice: The elected checkpoint.
-    """
+    """Return the sources of a checkpoint that this rank sees, under a lease where one is needed."""
     # The lease first: once it is taken, we look whether the checkpoint is still committed.
     located = LocatedSources(lease=_take_lease(load, choice))
     try:
@@ -68,12 +57,7 @@ def _take_lease(load: LoadAttempt, choice: ElectedCheckpoint) -> ReadLease | Non
 
 
 def locate_memory(load: LoadAttempt, choice: ElectedCheckpoint) -> tuple[MemorySource | None, str]:
-    """Return this node's memory as a source; None, and perhaps why, where it isn't one.
-
-    Args:
-        load: The load.
-        choice: The elected checkpoint.
-    """
+    """Return this node's memory as a source; None, and perhaps why, where it isn't one."""
     checkpoint = _find_local(load, choice) if choice.memory or choice.holders else None
     if checkpoint is None or load.memory is None:
         return None, ""

@@ -25,26 +25,16 @@ class CannotOpen(DcpMemError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenCheckpoint:
-    """A checkpoint that every rank has opened.
-
-    Attributes:
-        choice: What was elected.
-        description: What the checkpoint consists of.
-        sources: Where this rank's bytes come from, nearest first.
-        lease: Keeps the checkpoint on storage, where its bytes come from there.
-    """
+    """A checkpoint that every rank has opened."""
 
     choice: ElectedCheckpoint
     description: Description
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...]  # where this rank's bytes come from, nearest first
+    # keeps the checkpoint on storage, where its bytes come from there
     lease: ReadLease | None = None
 
     def is_in_memory(self, file: str) -> bool:
-        """Return whether some node has the segment.
-
-        Args:
-            file: The segment's file.
-        """
+        """Return whether some node has the segment."""
         return self.choice.holders is None or names.rank_of(file) in self.choice.holders
 
     @property
@@ -67,12 +57,7 @@ def open_together(load: LoadAttempt, choice: ElectedCheckpoint) -> OpenCheckpoin
     2. One rank reads the description files for those that don't see them.
     3. Every rank makes sure that it knows what the checkpoint consists of; one exchange.
 
-    Args:
-        load: The load; it notes sources that can't be used.
-        choice: The candidate.
-
-    Raises:
-        CannotOpen: A rank can't; on all ranks alike.
+    Raises CannotOpen.
     """
     with ExitStack() as unless_opened:
         located = attempt(lambda: unless_opened.enter_context(closing(locate(load, choice))))

@@ -16,16 +16,9 @@ from dcp_mem.planning.reads import ItemRead
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Raw contiguous data of an item.
+    """Raw contiguous data of an item."""
 
-    Attributes:
-        offset: In the segment, in bytes.
-        nbytes: Its length.
-        dtype: Of the values.
-        shape: Of the chunk that was saved.
-    """
-
-    offset: int
+    offset: int  # in the segment, in bytes
     nbytes: int
     dtype: torch.dtype
     shape: torch.Size
@@ -34,11 +27,7 @@ class Payload:
 class TableIndex:
     """A segment's table, ready for look-ups.
 
-    Args:
-        table: The segment's items, in the order of their offsets.
-
-    Attributes:
-        crcs: CRC32C of each block; empty where there are none.
+    `crcs`: CRC32C of each block; empty where there are none.
     """
 
     def __init__(self, table: ItemTable) -> None:
@@ -57,11 +46,7 @@ class TableIndex:
         return self._blocks
 
     def payload(self, item: ItemRead) -> Payload | None:
-        """Return the item's raw data; None where table and plan don't agree that it has such.
-
-        Args:
-            item: What the load reads of one item.
-        """
+        """Return the item's raw data; None where table and plan don't agree that it has such."""
         if item.transforms or item.saved is None or item.request.type != LoadItemType.TENSOR:
             return None
         row = bisect_left(self._offsets, item.offset)
@@ -78,12 +63,7 @@ class TableIndex:
 def hull(payload: Payload, request: ReadItem) -> tuple[int, int]:
     """Return the bytes of the segment from the first to the last value that is asked for.
 
-    Args:
-        payload: Where the chunk lies.
-        request: Which box of the chunk is asked for.
-
-    Returns:
-        First byte, and one past the last.
+    Returns first byte, and one past the last.
     """
     if request.lengths == payload.shape:
         return payload.offset, payload.offset + payload.nbytes
@@ -100,11 +80,7 @@ def hull(payload: Payload, request: ReadItem) -> tuple[int, int]:
 
 
 def strides(shape: torch.Size) -> list[int]:
-    """Return the strides, in values, of a contiguous tensor.
-
-    Args:
-        shape: The tensor's shape.
-    """
+    """Return the strides, in values, of a contiguous tensor."""
     found, stride = [], 1
     for size in reversed(shape):
         found.append(stride)

@@ -46,12 +46,7 @@ class PeerTransfer:
     ) -> None:
         """Prepare a transfer; nothing is sent yet.
 
-        Args:
-            ranks: The ranks that load together.
-            token: Of this load alone; channels are named by it.
-            memory: What this rank sends from.
-            pending: The items that received bytes are for.
-            transport: What moves the bytes.
+        `pending`: the items that received bytes are for. `transport`: what moves the bytes.
         """
         self._transport = transport
         self._ranks, self._token, self._memory, self._pending = ranks, token, memory, pending
@@ -65,9 +60,6 @@ class PeerTransfer:
         """Start the threads that do a share: one for each peer and direction.
 
         Where one can't be started, that is kept as an error of this rank, and nothing is sent.
-
-        Args:
-            share: What this rank sends and receives.
         """
         rank = self._ranks.rank
         acts = [partial(self._send, rank, peer, pieces) for peer, pieces in _by_peer(share.sends)]
@@ -114,8 +106,7 @@ class PeerTransfer:
     def raise_broken(self) -> None:
         """Raise for channels that broke, though no rank has failed.
 
-        Raises:
-            RankFailed: With each peer, and why its channel broke.
+        Raises RankFailed.
         """
         if self._broken_channels:
             raise RankFailed("passing on what lies in memory", self._broken_channels)
@@ -199,13 +190,7 @@ def peer_transfer(
 ) -> Iterator[PeerTransfer]:
     """Send and receive this rank's share in threads, which have ended when the context ends.
 
-    Args:
-        ranks: The ranks that load together.
-        token: Of this load alone; channels are named by it.
-        share: This rank's.
-        memory: What this rank sends from.
-        pending: The items that received bytes are for.
-        transport: What moves the bytes.
+    `pending`: the items that received bytes are for. `transport`: what moves the bytes.
     """
     transfer = PeerTransfer(ranks, token, memory, pending, transport=transport)
     try:

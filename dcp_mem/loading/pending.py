@@ -41,11 +41,8 @@ class PendingItem:
     Bytes that may lie in the tensor as they lie in the segment go there directly. Others go to a
     buffer, from which torch makes the values.
 
-    Attributes:
-        item: What is read.
-        start: First byte of the segment that it needs.
-        stop: One past the last; with checksums, these are edges of whole blocks.
-        is_direct: Whether the bytes go directly into the tensor.
+    `start`: first byte of the segment that it needs. `stop`: one past the last; with checksums,
+    these are edges of whole blocks. `is_direct`: whether the bytes go directly into the tensor.
     """
 
     def __init__(
@@ -60,16 +57,9 @@ class PendingItem:
     ) -> None:
         """Find out which bytes the item needs, and whether they go directly into its tensor.
 
-        Args:
-            item: What is read.
-            planner: Resolves the tensor, and is given the values.
-            index: The segment's table; None for one that torch's own writer made.
-            by_blocks: Whether bytes are checked, by whole blocks.
-            weights_only: Whether a tensor that was pickled whole is unpickled with restrictions.
-            corrupt: Makes an error of what is wrong with the segment.
-
-        Raises:
-            DcpMemError: The planner's tensor has another shape than it asked for.
+        `index`: the segment's table; None for one that torch's own writer made. `by_blocks`:
+        whether bytes are checked, by whole blocks. `weights_only`: whether a tensor that was
+        pickled whole is unpickled with restrictions. Raises DcpMemError.
         """
         self.item, self._planner, self._corrupt = item, planner, corrupt
         self._weights_only = weights_only
@@ -116,12 +106,7 @@ class PendingItem:
         return self.start == self.stop
 
     def place_for(self, start: int, stop: int) -> memoryview | None:
-        """Return the tensor's memory for bytes [start, stop) of the segment, if all go there.
-
-        Args:
-            start: First byte of the range, in the segment.
-            stop: End of the range, exclusive.
-        """
+        """Return the tensor's memory for bytes [start, stop) of the segment, if all go there."""
         if not self.is_direct or start < self._low or self._high < stop:
             return None
         return view_of(self._address + start - self._low, stop - start)
@@ -131,12 +116,7 @@ class PendingItem:
         return self._address, self._low, self._high - self._low
 
     def buffers_for(self, start: int, stop: int) -> list[memoryview]:
-        """Return memory for bytes [start, stop) of the segment: scratch, tensor, scratch.
-
-        Args:
-            start: First byte of the range, in the segment.
-            stop: End of the range, exclusive.
-        """
+        """Return memory for bytes [start, stop) of the segment: scratch, tensor, scratch."""
         low, high = min(max(start, self._low), stop), max(min(stop, self._high), start)
         if low >= high:
             return [memoryview(bytearray(stop - start))]
@@ -146,10 +126,7 @@ class PendingItem:
     def moves(self, start: int, stop: int, address: int) -> list[Move]:
         """Return what to copy for this item.
 
-        Args:
-            start: First byte of the segment that has come.
-            stop: One past the last.
-            address: Where these bytes lie in memory.
+        `address`: where these bytes lie in memory.
         """
         low, high = max(start, self._low), min(stop, self._high)
         if low >= high:
@@ -161,12 +138,7 @@ class PendingItem:
         return [(self._address + low - self._low, address + low - start, high - low)]
 
     def note(self, start: int, stop: int) -> bool:
-        """Count bytes [start, stop) of the segment as received; return whether all are now.
-
-        Args:
-            start: First byte of the range, in the segment.
-            stop: End of the range, exclusive.
-        """
+        """Count bytes [start, stop) of the segment as received; return whether all are now."""
         count = min(stop, self.stop) - max(start, self.start)
         if count <= 0:
             return False
@@ -181,10 +153,7 @@ class PendingItem:
     def deliver(self) -> None:
         """Give the planner the values. Threads may call this; a planner gets one item at a time.
 
-        Raises:
-            SegmentCorrupt: The bytes are no values.
-            UntrustedObject: A tensor's class isn't one that `weights_only` admits.
-            Exception: What the planner raises of values that are whole.
+        Raises SegmentCorrupt, UntrustedObject, Exception.
         """
         if self.is_direct and self._target is None:
             return  # the bytes are where the plan wants them
@@ -284,11 +253,7 @@ class PendingItem:
 
 
 class PendingItems:
-    """All items for which one rank waits, by segment. Each needs some bytes.
-
-    Args:
-        items: All items that the rank waits for.
-    """
+    """All items for which one rank waits, by segment. Each needs some bytes."""
 
     def __init__(self, items: Sequence[PendingItem]) -> None:
         self._by_file: dict[str, list[PendingItem]] = {}
@@ -325,60 +290,32 @@ class PendingItems:
         return PendingItems([pending for pending in self._all() if not pending.is_direct])
 
     def place_for(self, file: str, start: int, stop: int) -> memoryview | None:
-        """Return the tensor memory into which bytes may be received directly, if there is such.
-
-        Args:
-            file: Name of the segment's file.
-            start: First byte of the segment.
-            stop: One past the last.
-        """
+        """Return the tensor memory into which bytes may be received directly, if there is such."""
         items = self.within(file, start, stop)
         return items[0].place_for(start, stop) if len(items) == 1 else None
 
     def take(self, file: str, start: int, stop: int, address: int) -> None:
         """Copy bytes of a segment to the items that need them, and deliver complete items.
 
-        Args:
-            file: Name of the segment's file.
-            start: First byte of the segment.
-            stop: One past the last.
-            address: Where the bytes lie in memory.
+        `address`: where the bytes lie in memory.
         """
         items = self.within(file, start, stop)
         copy([move for pending in items for move in pending.moves(start, stop, address)])
         self.mark_received(file, start, stop)
 
     def mark_received(self, file: str, start: int, stop: int) -> None:
-        """Count bytes that are where they belong as received, and deliver complete items.
-
-        Args:
-            file: Name of the segment's file.
-            start: First byte of the segment.
-            stop: One past the last.
-        """
+        """Count bytes that are where they belong as received, and deliver complete items."""
         for pending in self.within(file, start, stop):
             if pending.note(start, stop):
                 pending.deliver()
 
     def names(self, file: str, start: int, stop: int) -> str:
-        """Return the names of the first few items that need some of these bytes, for people.
-
-        Args:
-            file: The segment's file.
-            start: First byte of the range, in the segment.
-            stop: End of the range, exclusive.
-        """
+        """Return the names of the first few items that need some of these bytes, for people."""
         items = self.within(file, start, stop)[:_MOST_NAMES]
         return ", ".join(pending.item.request.storage_index.fqn for pending in items)
 
     def within(self, file: str, start: int, stop: int) -> list[PendingItem]:
-        """Return the items that need some of the bytes [start, stop) of a segment.
-
-        Args:
-            file: The segment's file.
-            start: First byte of the range, in the segment.
-            stop: End of the range, exclusive.
-        """
+        """Return the items that need some of the bytes [start, stop) of a segment."""
         if file not in self._by_file:
             return []
         first, last = bisect_right(self._stops[file], start), bisect_left(self._starts[file], stop)

@@ -30,16 +30,7 @@ def plan_together(
 ) -> LoadPlan | Reads:
     """Return this rank's plan, once every rank has one; one all-reduce.
 
-    Args:
-        ranks: The ranks that load together.
-        opened: The checkpoint.
-        planner: Of this rank.
-        state: The state dict to load into.
-        is_coordinator: Whether this rank is DCP's coordinator.
-
-    Raises:
-        Exception: This rank can't plan.
-        RankFailed: Another rank can't.
+    Raises Exception, RankFailed.
     """
     return on_all_ranks(
         ranks,
@@ -56,14 +47,7 @@ def plan_alone(
 ) -> LoadPlan | Reads:
     """Return this rank's plan: by the catalog where that will do, else as DCP has it.
 
-    Args:
-        opened: The checkpoint.
-        planner: Of this rank.
-        state: The state dict to load into.
-        is_coordinator: Whether this rank is DCP's coordinator.
-
-    Raises:
-        Exception: This rank can't plan.
+    Raises Exception.
     """
     reads = _plan_by_catalog(opened, planner, state)
     if reads is not None:
@@ -83,18 +67,8 @@ def plan_again(
 ) -> LoadPlan | Reads:
     """Return this rank's plan for another checkpoint than the planner has planned for.
 
-    Args:
-        ranks: The ranks that load together.
-        opened: The other checkpoint.
-        planner: One that `plans_alone`.
-        written: Names of what may have been read of other checkpoints, which the plan has to cover:
-            the state would be of two checkpoints.
-        is_coordinator: Whether this rank is DCP's coordinator.
-
-    Raises:
-        NotOfOneSave: The plan leaves out some of what was written.
-        Exception: This rank can't plan.
-        RankFailed: Another rank can't.
+    `written`: names of what may have been read of other checkpoints, which the plan has to cover:
+    the state would be of two checkpoints. Raises NotOfOneSave, Exception, RankFailed.
     """
     assert isinstance(planner, DefaultLoadPlanner)
     begins_anew = isinstance(planner, _EmptyStateDictLoadPlanner)  # it fills the state dict
@@ -113,11 +87,7 @@ def plan_again(
 
 
 def planned_names(plan: LoadPlan | Reads) -> set[str]:
-    """Return the flattened names of what a rank is to read.
-
-    Args:
-        plan: Of the rank.
-    """
+    """Return the flattened names of what a rank is to read."""
     if isinstance(plan, Reads):
         return {one.request.dest_index.fqn for one in plan.everything()}
     return {request.dest_index.fqn for request in plan.items}
@@ -132,9 +102,6 @@ def plans_alone(planner: LoadPlanner) -> bool:
     """Return whether ranks may plan again by themselves.
 
     They may where the global plan exchanges nothing, as that of torch's default planner.
-
-    Args:
-        planner: The planner of this load.
     """
     default: Callable[..., Any] = DefaultLoadPlanner.create_global_plan
     return isinstance(planner, DefaultLoadPlanner) and type(planner).create_global_plan is default

@@ -51,21 +51,10 @@ def read_items(
     Where some node lacks the checkpoint in memory, all ranks call this together: what several of
     them need is fetched once. Where it fails, some tensors hold new bytes already.
 
-    Args:
-        opened: The checkpoint.
-        plan: What this rank reads.
-        planner: Resolves tensors, and is given the bytes.
-        group: The ranks that load together.
-        verify: Hold bytes against checksums.
-        weights_only: Unpickle tensors that were pickled whole with `torch.load`'s restrictions.
-        troubles: Is given what was wrong with a source, where another one had the bytes whole.
-
-    Returns:
-        Bytes that this rank took, by the label of the source.
-
-    Raises:
-        SegmentCorrupt: No source has an item whole.
-        UntrustedObject: An item holds more than `weights_only` admits.
+    `planner`: resolves tensors, and is given the bytes. `verify`: hold bytes against checksums.
+    `troubles`: is given what was wrong with a source, where another one had the bytes whole.
+    Returns bytes that this rank took, by the label of the source. Raises SegmentCorrupt,
+    UntrustedObject.
     """
     reading = _Reading(
         opened=opened,
@@ -379,10 +368,7 @@ def _corrupt(opened: OpenCheckpoint, detail: str) -> SegmentCorrupt:
 def _items_of(opened: OpenCheckpoint, plan: LoadPlan) -> Iterator[ItemRead]:
     """Yield the items of a plan of torch's, by DCP's metadata.
 
-    Raises:
-        UntrustedMetadata: It names a file outside of the checkpoint.
-        SizeRefused: It says that an item reaches beyond its file.
-        SegmentCorrupt: A file is missing, or it isn't said where an item lies.
+    Raises UntrustedMetadata, SizeRefused, SegmentCorrupt.
     """
     metadata, file_nbytes = opened.metadata, opened.description.file_nbytes
     for request in plan.items:

@@ -25,12 +25,7 @@ def rebuild_lost_segments(load: LoadAttempt, choice: ElectedCheckpoint) -> Elect
 
     All ranks call this together.
 
-    Args:
-        load: The load; rebuilt segments don't count as damaged any more.
-        choice: The checkpoint, with what each lost segment is the XOR of.
-
-    Raises:
-        CannotRepair: Segments stay lost; on all ranks alike.
+    `choice`: the checkpoint, with what each lost segment is the XOR of. Raises CannotRepair.
     """
     repair = begin_repair(load, choice)
     plans = lost_segments(repair.nodes, repair.manifest.segments, choice)

@@ -31,12 +31,7 @@ _STORAGE_TIMEOUT = 1.0
 
 
 def record_load(load: LoadAttempt, report: RecoveryReport) -> None:
-    """Leave a record of a load; one rank does so for all.
-
-    Args:
-        load: The load, which has ended well.
-        report: What was loaded, and where it came from.
-    """
+    """Leave a record of a load; one rank does so for all."""
     if isinstance(load.ranks, SingleRank) and dist.is_initialized() and dist.get_rank() > 0:
         return  # every rank loads by itself, and rank 0 leaves the record
     record = RecoveryRecord(
@@ -56,10 +51,7 @@ def record_load(load: LoadAttempt, report: RecoveryReport) -> None:
 def leave_record(record: RecoveryRecord, memory: JobMemory | None, storage: Storage | None) -> None:
     """Add a record to memory and storage, where there are such. What goes wrong is logged.
 
-    Args:
-        record: Of one load.
-        memory: What this node's memory has of the job.
-        storage: The job's; None also where it was silent.
+    `storage`: the job's; None also where it was silent.
     """
     if memory is not None:
         try:
@@ -75,12 +67,7 @@ def leave_record(record: RecoveryRecord, memory: JobMemory | None, storage: Stor
 def recoveries_on(storage: Storage) -> list[RecoveryRecord]:
     """Return the records on storage, oldest first.
 
-    Args:
-        storage: The job's.
-
-    Raises:
-        StorageUnavailable: Storage doesn't answer.
-        StorageRefused: Storage doesn't let us read them.
+    Raises StorageUnavailable, StorageRefused.
     """
     try:
         found = from_lines(storage.get(names.job_file(RECOVERIES)))

@@ -29,10 +29,6 @@ def restore_redundancy(load: LoadAttempt, choice: ElectedCheckpoint) -> None:
     """Begin to make the redundancy again that a loaded checkpoint has lost.
 
     All ranks call this together. Failures are logged only: the checkpoint is loaded.
-
-    Args:
-        load: The load.
-        choice: The checkpoint that was loaded.
     """
     try:
         _restore(load, choice)

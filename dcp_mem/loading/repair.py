@@ -36,23 +36,14 @@ class CannotRepair(DcpMemError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One rank's part in making segments, copies or parity of a checkpoint again.
-
-    Attributes:
-        settings: Of the reader.
-        session: This process's slots, memory and replicator.
-        ranks: The ranks that load together.
-        topology: Which ranks share a node.
-        manifest: Of the checkpoint.
-        token: Of this repair alone, the same on all ranks.
-    """
+    """One rank's part in making segments, copies or parity of a checkpoint again."""
 
     settings: Settings
     session: Session
     ranks: Ranks
     topology: Topology
     manifest: Manifest
-    token: str
+    token: str  # of this repair alone, the same on all ranks
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -63,17 +54,12 @@ class Repair:
     def checkpoint(self) -> LocalCheckpoint:
         """The checkpoint in this node's memory.
 
-        Raises:
-            LookupError: The checkpoint has just left memory.
+        Raises LookupError.
         """
         return _found(self.session, self.manifest.name, self.manifest.save_id)
 
     def task(self, file_plans: Iterable[FilePlan]) -> ReplicationTask:
-        """Return this rank's part in making these files, with slots claimed for its own.
-
-        Args:
-            file_plans: Those of all ranks.
-        """
+        """Return this rank's part in making these files, with slots claimed for its own."""
         settings = self.settings
         ranks = self.ranks.dedicated(
             f"replicate {settings.job}", settings.replication_timeout, _TIMEOUT_VARIABLE, self.token
@@ -105,12 +91,7 @@ def begin_repair(load: LoadAttempt, choice: ElectedCheckpoint) -> Repair:
     4. Every rank finds the checkpoint on its node; one all-reduce.
     5. Rank 0 tells the others a token of the repair.
 
-    Args:
-        load: The load; this node has memory of the job from now on.
-        choice: The checkpoint.
-
-    Raises:
-        CannotRepair: A rank can't take part; on all ranks alike.
+    `load`: the load; this node has memory of the job from now on. Raises CannotRepair.
     """
     settings, ranks = load.request.settings, load.ranks
     files = share_files_in_memory(load, choice)
@@ -138,11 +119,7 @@ def begin_repair(load: LoadAttempt, choice: ElectedCheckpoint) -> Repair:
 def raise_cannot_repair(failures: Failures) -> None:
     """Raise if any rank has failed.
 
-    Args:
-        failures: Of all ranks, joined; the text has the first few.
-
-    Raises:
-        CannotRepair: A rank has failed.
+    Raises CannotRepair.
     """
     if failures:
         texts = [f"rank {rank}: {text}" for rank, text in failures[:_MOST_FAILURES]]

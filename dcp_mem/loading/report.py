@@ -18,30 +18,21 @@ _KINDS = (MemorySource.label, PEERS, _STORAGE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryReport:
-    """The report of a load, for all ranks together.
-
-    Attributes:
-        checkpoint_id: Name of the checkpoint.
-        save_id: Of the save; "" for a checkpoint that torch's own writer made.
-        source: "memory" (of the rank's own node), "peers" (other nodes' memory), "storage", or
-            several of them with "and".
-        passed_over: Candidates that weren't taken, and why.
-        seconds: How long the load took.
-        step: Training step of the checkpoint; None where the writer wasn't told.
-        sources: Bytes that ranks took, by "memory", "peers" and "storage". What several ranks need
-            counts for each.
-        metrics: The figures given with the save.
-        left_out: Names of the checkpoint's entries below a loaded one that no rank has loaded.
-    """
+    """The report of a load, for all ranks together."""
 
     checkpoint_id: str
-    save_id: str
+    save_id: str  # of the save; "" for a checkpoint that torch's own writer made
+    # "memory" (of the rank's own node), "peers" (other nodes' memory), "storage", or several of
+    # them with "and"
     source: str
     passed_over: tuple[str, ...]
     seconds: float
-    step: int | None = None
+    step: int | None = None  # training step of the checkpoint; None where the writer wasn't told
+    # Bytes that ranks took, by "memory", "peers" and "storage". What several ranks need counts for
+    # each.
     sources: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # names of the checkpoint's entries below a loaded one that no rank has loaded
     left_out: tuple[str, ...] = ()
 
     @property
@@ -55,11 +46,8 @@ def report_of(
 ) -> RecoveryReport:
     """Return the report of a load that has just ended.
 
-    Args:
-        load: The load.
-        opened: The checkpoint that was read; it may be closed by now.
-        used: Bytes that all ranks took, by the label of the source.
-        left_out: As of the report.
+    `opened`: the checkpoint that was read; it may be closed by now. `used`: bytes that all ranks
+    took, by the label of the source.
     """
     sources = _by_kind(used)
     choice = opened.choice

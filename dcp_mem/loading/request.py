@@ -16,16 +16,10 @@ Eligible = Callable[[Sequence[ElectedCheckpoint]], Sequence[ElectedCheckpoint]]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places in which a load looks for checkpoints.
+    """The places in which a load looks for checkpoints."""
 
-    Attributes:
-        memory: What this node's memory has of the job; None where that is nothing.
-        storage: None for jobs that are kept in memory only.
-        job: Name of the job.
-    """
-
-    memory: JobMemory | None
-    storage: Storage | None
+    memory: JobMemory | None  # what this node's memory has of the job; None where that is nothing
+    storage: Storage | None  # None for jobs that are kept in memory only
     job: str
 
     def __str__(self) -> str:
@@ -35,35 +29,23 @@ class Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """The request of a load: the wanted checkpoint, the ranks, and the places to search.
-
-    Attributes:
-        settings: Of the reader.
-        ranks: The ranks that load together.
-        rank: This rank's number as DCP counts it for this call: a rank that saved alone named its
-            files by it.
-        wanted: Name of the checkpoint; None for the newest.
-        places: Where to look.
-        refusal: Why this rank can't load at all. The survey raises it, on all ranks.
-        started: When the load began, by `time.monotonic`.
-        verify: Whether bytes are held against their checksums, where these have been made.
-        across_nodes: Whether nodes send each other what they have fetched from storage.
-        leaves_record: Whether `recoveries.jsonl` gets a line.
-        weights_only: Whether tensors that were pickled whole are unpickled with restrictions.
-        eligible: Returns those of the candidates that will do, in their order; None: all do.
-        plans_itself: Whether this rank plans without DCP's planner, under `dcp.load`.
-    """
+    """The request of a load: the wanted checkpoint, the ranks, and the places to search."""
 
     settings: Settings
     ranks: Ranks
+    # this rank's number as DCP counts it for this call: a rank that saved alone named its files by
+    # it
     rank: int
-    wanted: str | None
+    wanted: str | None  # name of the checkpoint; None for the newest
     places: Places
+    # Why this rank can't load at all. The survey raises it, on all ranks.
     refusal: Exception | None
     started: float
-    verify: bool
-    across_nodes: bool
+    verify: bool  # whether bytes are held against their checksums, where these have been made
+    across_nodes: bool  # whether nodes send each other what they have fetched from storage
     leaves_record: bool
+    # whether tensors that were pickled whole are unpickled with restrictions
     weights_only: bool = True
+    # returns those of the candidates that will do, in their order; None: all do
     eligible: Eligible | None = None
-    plans_itself: bool = False
+    plans_itself: bool = False  # whether this rank plans without DCP's planner, under `dcp.load`

@@ -60,32 +60,21 @@ WINDOW = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadGroup:
-    """The ranks that load a checkpoint together.
-
-    Attributes:
-        ranks: The ranks.
-        memory_root: Where the node's window is made.
-        across_nodes: Whether nodes send each other what they have fetched from storage.
-        is_held: Whether some node has each segment in memory; the same on all ranks.
-        memory: What this rank's node has of the checkpoint, for itself and others.
-        holders: For each segment, the ranks whose nodes have it in memory.
-        transport: What moves bytes that one rank alone needs of another node.
-    """
+    """The ranks that load a checkpoint together."""
 
     ranks: Ranks
     memory_root: str
-    across_nodes: bool = False
-    is_held: bool = False
+    across_nodes: bool = False  # whether nodes send each other what they have fetched from storage
+    is_held: bool = False  # whether some node has each segment in memory; the same on all ranks
+    # what this rank's node has of the checkpoint, for itself and others
     memory: MemorySource | None = None
+    # for each segment, the ranks whose nodes have it in memory
     holders: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    # what moves bytes that one rank alone needs of another node
     transport: TransportChoice = "gloo"
 
     def holding(self, file: str) -> Sequence[int]:
-        """Return the ranks whose nodes have the segment in memory.
-
-        Args:
-            file: The segment's file.
-        """
+        """Return the ranks whose nodes have the segment in memory."""
         return self.holders.get(names.rank_of(file), ())
 
 
@@ -99,13 +88,8 @@ def fetch_together(
     Where another rank fails, this one returns normally, with some items missing: the caller must
     exchange how it went.
 
-    Args:
-        prepare: Returns what gets this rank's bytes, and the items that need them; it may raise.
-        group: The ranks that load together.
-        alongside: What this rank does by itself meanwhile.
-
-    Raises:
-        Exception: What went wrong on this rank.
+    `prepare`: returns what gets this rank's bytes, and the items that need them; it may raise.
+    Raises Exception.
     """
     if group.ranks.size == 1:
         fetcher, pending = prepare()
@@ -227,12 +211,8 @@ def _passed(
     3. All ranks try numbers of batches until every node has room for each batch; an all-reduce each
        time.
 
-    Args:
-        needs: Of the ranks of this node, on its first rank; else none.
-        nodes: The nodes of all ranks.
-        edges: Where segments may be cut.
-        group: The ranks that load together.
-        failure: Keeps what goes wrong on this rank.
+    `needs`: of the ranks of this node, on its first rank; else none. `edges`: where segments may be
+    cut.
     """
     ranks = group.ranks
     passing = {node.ranks[0]: node for node in nodes.values() if node.passes_on}
@@ -283,15 +263,9 @@ def _of_storage(extents: Extents, group: LoadGroup) -> Extents:
 
 @sendable
 class _Agreed(NamedTuple):
-    """What all ranks agree on. A plain tuple, because it is sent to all ranks.
+    """What all ranks agree on. A plain tuple, because it is sent to all ranks."""
 
-    Attributes:
-        failed: Whether some node couldn't share out what it needs.
-        token: Of this load alone.
-        totals: Of the ranks' shares.
-    """
-
-    failed: bool
+    failed: bool  # whether some node couldn't share out what it needs
     token: str
     totals: LoadTotals
 

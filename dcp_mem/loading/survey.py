@@ -28,15 +28,10 @@ _LISTING_TIMEOUT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The search criteria of a survey.
+    """The search criteria of a survey."""
 
-    Attributes:
-        wanted: Name of the checkpoint; None for all checkpoints.
-        scope: `names.COLLECTIVE`, or the scope of one rank that saved alone.
-    """
-
-    wanted: str | None
-    scope: str
+    wanted: str | None  # name of the checkpoint; None for all checkpoints
+    scope: str  # `names.COLLECTIVE`, or the scope of one rank that saved alone
 
     @property
     def is_collective(self) -> bool:
@@ -54,10 +49,8 @@ def survey_memory(
 ) -> list[FoundCheckpoint]:
     """Return what this node's memory has.
 
-    Args:
-        memory: None where it has nothing of the job.
-        search: What to look for.
-        damaged_ranks: Ranks whose segments of a checkpoint turned out to be damaged here.
+    `memory`: None where it has nothing of the job. `damaged_ranks`: ranks whose segments of a
+    checkpoint turned out to be damaged here.
     """
     if memory is None:
         return []
@@ -127,12 +120,9 @@ def _with_parity(
 class StorageSurvey:
     """Asks storage what it has, for as long as it answers.
 
-    Args:
-        storage: The job's; None for a job without.
-
-    Attributes:
-        silence: Why storage didn't answer; empty where it did. It isn't asked again then.
-        removed: Of the names whose directories saves had made, those that have none any more.
+    `storage`: the job's; None for a job without. `silence`: why storage didn't answer; empty where
+    it did. It isn't asked again then. `removed`: of the names whose directories saves had made,
+    those that have none any more.
     """
 
     def __init__(self, storage: Storage | None) -> None:
@@ -146,10 +136,7 @@ class StorageSurvey:
     ) -> list[FoundCheckpoint]:
         """Return what storage has; nothing, and a line in `silence`, where it doesn't answer.
 
-        Args:
-            search: What to look for.
-            is_needed: Wait for as long as it takes: memory has nothing.
-            directories: Names whose directories saves have made.
+        `is_needed`: wait for as long as it takes: memory has nothing.
         """
         storage = self._storage
         if storage is None or self.silence:
@@ -188,10 +175,7 @@ class StorageSurvey:
 def stored_findings(storage: Storage, name: str, scope: str) -> list[FoundCheckpoint]:
     """Return what storage has under one name.
 
-    Args:
-        storage: The job's.
-        name: The checkpoint's name.
-        scope: "" or the rank that saved alone.
+    `scope`: "" or the rank that saved alone.
     """
     found = stored_under(storage, name, scope)
     return [

@@ -25,12 +25,9 @@ of the same name may have replaced it. It grows with the number of names: each c
 class StorageWatch(StorageSurvey):
     """What storage had when it was last looked at; a look costs a listing where nothing is new.
 
-    Args:
-        storage: The job's; None for a job without.
-
-    Attributes:
-        error: What went wrong with the last look that has ended; None where nothing did.
-        seen_at: When the last look began that has ended well, by `time.monotonic`; 0.0 for none.
+    `storage`: the job's; None for a job without. `error`: what went wrong with the last look that
+    has ended; None where nothing did. `seen_at`: when the last look began that has ended well, by
+    `time.monotonic`; 0.0 for none.
     """
 
     def __init__(self, storage: Storage | None) -> None:
@@ -61,10 +58,7 @@ class StorageWatch(StorageSurvey):
     ) -> list[FoundCheckpoint]:
         """Return what storage had at the last look.
 
-        Args:
-            search: Ignored, as only checkpoints of all ranks are watched.
-            is_needed: Ignored.
-            directories: Ignored: a checkpoint in memory is followed for as long as it lies there.
+        `directories`: ignored: a checkpoint in memory is followed for as long as it lies there.
         """
         self._told = self._known
         return [one for found in self._told.values() for one in found]

@@ -288,14 +288,8 @@ class CheckpointManager:
 
         It raises on all ranks alike, since the save fails on all ranks alike.
 
-        Args:
-            timeout: Seconds; None waits until the save is over.
-
-        Returns:
-            What has gone wrong; none or one.
-
-        Raises:
-            WaitTimeout: The time ran out; the save goes on.
+        `timeout`: seconds; None waits until the save is over. Returns what has gone wrong; none or
+        one. Raises WaitTimeout.
         """
         if self._begun is None:
             return ()

@@ -30,17 +30,10 @@ class CrashLoop:
     Each rank keeps the count in its node's memory, and rank 0 on storage. A job that dies loses
     neither, unless it loses all nodes and has no storage.
 
-    Args:
-        settings: The job's.
-        action: What to do about a crash loop: "ignore", "warn" or "fall_back".
-        steps: A job that comes so many steps beyond the checkpoint has resumed successfully.
-
-    Attributes:
-        before: What all ranks together knew before this start of the job, which counts once,
-            however often it restores; None while nobody has looked.
-
-    Raises:
-        ConfigError: An argument can't work.
+    `action`: what to do about a crash loop: "ignore", "warn" or "fall_back". `steps`: a job that
+    comes so many steps beyond the checkpoint has resumed successfully. `before`: what all ranks
+    together knew before this start of the job, which counts once, however often it restores; None
+    while nobody has looked. Raises ConfigError.
     """
 
     def __init__(self, settings: Settings, action: str, steps: int) -> None:
@@ -57,8 +50,7 @@ class CrashLoop:
     def known(self, rank: int) -> Resumes:
         """Return what this rank knows of earlier resumes.
 
-        Args:
-            rank: Of the job; rank 0 asks storage as well.
+        `rank`: of the job; rank 0 asks storage as well.
         """
         found = [self._in_memory()]
         if rank == 0 and self._settings.url is not None:
@@ -66,13 +58,7 @@ class CrashLoop:
         return max(found, key=lambda one: one.count)
 
     def resumed(self, report: RecoveryReport, step: int, rank: int) -> None:
-        """Count this start of the job as a resume.
-
-        Args:
-            report: Of the load.
-            step: Of the checkpoint.
-            rank: Of the job.
-        """
+        """Count this start of the job as a resume."""
         before = self.before or Resumes()
         is_again = bool(report.save_id) and before.save_id == report.save_id
         count = before.count + 1 if is_again else 1
@@ -81,11 +67,7 @@ class CrashLoop:
         self._put(Resumes(report.save_id, report.checkpoint_id, count))
 
     def passed(self, step: int) -> None:
-        """Note how far the job has come.
-
-        Args:
-            step: The training step.
-        """
+        """Note how far the job has come."""
         if self._success is not None and step >= self._success:
             self.end()
 

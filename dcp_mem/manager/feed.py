@@ -34,13 +34,7 @@ class Feed:
     are looked up in this node's memory after each save and at the end. What was known before the
     feed was made isn't told.
 
-    Args:
-        trackers: To be told; a tracker that raises is left out from then on.
-        settings: The job's.
-        group: The ranks that save together; its first rank tells.
-
-    Raises:
-        ConfigError: One of the trackers is none.
+    `trackers`: to be told; a tracker that raises is left out from then on. Raises ConfigError.
     """
 
     def __init__(
@@ -62,11 +56,7 @@ class Feed:
         self._skip_the_past()
 
     def saved(self, saved: Saved) -> None:
-        """Tell of a save, and of what has become of those before it.
-
-        Args:
-            saved: What `CheckpointManager.save` returned.
-        """
+        """Tell of a save, and of what has become of those before it."""
         self._put(
             Event(
                 kind="save",
@@ -82,11 +72,7 @@ class Feed:
         )
 
     def restored(self, report: RecoveryReport) -> None:
-        """Tell of a restore.
-
-        Args:
-            report: What the load found, and where it came from.
-        """
+        """Tell of a restore."""
         self._put(
             Event(
                 kind="restore",
@@ -242,7 +228,6 @@ def _copies(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], 
 def rank_in(group: dist.ProcessGroup | None) -> int:
     """Return this rank's number in a group; 0 without process groups.
 
-    Args:
-        group: None for the default group.
+    `group`: None for the default group.
     """
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0

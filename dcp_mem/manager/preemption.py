@@ -50,13 +50,7 @@ class Preemption:
     for nothing: it may have interrupted code that holds what the flush needs, such as a lease, a
     lock of the logger, or one of the user's. Each rank acts by itself and waits for no other rank.
 
-    Args:
-        writer: The writer whose checkpoints are flushed.
-        signals: One name or several; none installs nothing.
-        deadline_seconds: Longest wait for the flush.
-
-    Raises:
-        ConfigError: There is no such signal, the writer has no path, or the deadline isn't above 0.
+    Raises ConfigError.
     """
 
     def __init__(
@@ -79,8 +73,7 @@ class Preemption:
     def install(self) -> None:
         """Install the handlers, unless they are.
 
-        Raises:
-            ConfigError: This isn't the main thread, where alone Python allows handlers.
+        Raises ConfigError.
         """
         if self._listener is not None:
             return
@@ -183,9 +176,8 @@ class _SignalListener:
 
     It is made and closed in the main thread.
 
-    Args:
-        act: Called with the number of each signal that Python has a handler for; the handler is
-            called as well.
+    `act`: called with the number of each signal that Python has a handler for; the handler is
+    called as well.
     """
 
     def __init__(self, act: Callable[[int], None]) -> None:

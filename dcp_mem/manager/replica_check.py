@@ -30,13 +30,9 @@ Chunk = tuple[str, tuple[int, ...]]
 
 @sendable
 class _Sums(NamedTuple):
-    """Checksums of chunks that some ranks hold, joined.
+    """Checksums of chunks that some ranks hold, joined."""
 
-    Attributes:
-        found: By chunk, the ranks that have each checksum.
-    """
-
-    found: dict[Chunk, dict[int, tuple[int, ...]]]
+    found: dict[Chunk, dict[int, tuple[int, ...]]]  # by chunk, the ranks that have each checksum
 
     def join(self, other: _Sums) -> _Sums:
         joined = dict(self.found)
@@ -54,11 +50,7 @@ class ReplicaCheck:
     Every rank copies some of them when it saves, and sums up its copies behind training. The next
     save compares the sums. All ranks call everything together.
 
-    Args:
-        every: Saves from one comparison to the next; None for none.
-
-    Raises:
-        ConfigError: every is no number of saves.
+    `every`: saves from one comparison to the next; None for none. Raises ConfigError.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -83,12 +75,7 @@ class ReplicaCheck:
         return self._saves % self._every == 0
 
     def begin(self, name: str, state: Mapping[str, Any]) -> None:
-        """Copy this turn's part of the state, and sum it up in the background.
-
-        Args:
-            name: The checkpoint's.
-            state: The state dict, without stateful objects.
-        """
+        """Copy this turn's part of the state, and sum it up in the background."""
         assert self._every is not None
         turn = self._saves // self._every % TURNS
         self._name, self._sums = name, {}
@@ -105,11 +92,7 @@ class ReplicaCheck:
         self._thread = daemon(lambda: _sum_up(copies, sums), "dcp_mem-replicas")
 
     def finish(self, ranks: Ranks) -> Sequence[str]:
-        """Return what differs between ranks, alike on all of them.
-
-        Args:
-            ranks: All ranks that save.
-        """
+        """Return what differs between ranks, alike on all of them."""
         thread, self._thread = self._thread, None
         assert thread is not None
         thread.join()

@@ -23,9 +23,6 @@ class Catalogs:
     """The catalogs of one job. Those that this process has put or asked for stay mapped.
 
     A save puts, links and drops catalogs in its turn; any thread may look for one.
-
-    Args:
-        directory: The job's.
     """
 
     def __init__(self, directory: str) -> None:
@@ -36,11 +33,7 @@ class Catalogs:
     def put(self, data: Any) -> str:
         """Write a catalog, and return its key.
 
-        Args:
-            data: What `Catalog.to_bytes` returned.
-
-        Raises:
-            MemoryBudgetExceeded: Memory is full.
+        Raises MemoryBudgetExceeded.
         """
         key = catalog_key(data)
         if not os.path.exists(self._path(key)):
@@ -50,12 +43,7 @@ class Catalogs:
         return key
 
     def link(self, key: str, checkpoint_directory: str) -> None:
-        """Put a catalog beside a checkpoint's segments.
-
-        Args:
-            key: As `put` returned it.
-            checkpoint_directory: Where the checkpoint's segments lie.
-        """
+        """Put a catalog beside a checkpoint's segments."""
         path = os.path.join(checkpoint_directory, names.catalog_file(key))
         try:
             files.link(self._path(key), path)
@@ -67,11 +55,7 @@ class Catalogs:
             files.write_atomically(path, data)
 
     def find(self, key: str) -> mmap.mmap | None:
-        """Return a catalog's bytes, mapped; None where the job's last writer has been closed.
-
-        Args:
-            key: As a manifest names it.
-        """
+        """Return a catalog's bytes, mapped; None where the job's last writer has been closed."""
         with self._guard:
             data = self._mapped.get(key)
             if data is None:
@@ -84,11 +68,7 @@ class Catalogs:
     def get(self, key: str) -> Catalog:
         """Return a catalog.
 
-        Args:
-            key: As a manifest names it.
-
-        Raises:
-            ManifestInvalid: It is missing or damaged.
+        Raises ManifestInvalid.
         """
         data = self.find(key)
         if data is None:
@@ -98,8 +78,7 @@ class Catalogs:
     def keep_only(self, keys: Collection[str]) -> None:
         """Unmap and remove all others: no plan of this process needs them any more.
 
-        Args:
-            keys: Of the catalogs that stay; others go only if this process has them mapped.
+        `keys`: of the catalogs that stay; others go only if this process has them mapped.
         """
         with self._guard:
             for key in [key for key in self._mapped if key not in keys]:
@@ -118,13 +97,7 @@ class Catalogs:
 def read_catalog(checkpoint_directory: str, key: str) -> Catalog:
     """Return the catalog that lies beside a checkpoint.
 
-    Args:
-        checkpoint_directory: Where the checkpoint's segments lie.
-        key: As the checkpoint's manifest names it.
-
-    Raises:
-        FileNotFoundError: It is missing.
-        ManifestInvalid: It is damaged.
+    Raises FileNotFoundError, ManifestInvalid.
     """
     return catalog_named(key, _mapped(os.path.join(checkpoint_directory, names.catalog_file(key))))
 

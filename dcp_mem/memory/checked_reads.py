@@ -42,13 +42,7 @@ _Piece = tuple[int, memoryview]
 
 
 class CheckedReader:
-    """Reads parts of a segment straight into memory, and sums up the blocks that they lie in.
-
-    Args:
-        descriptor: Of the segment's file.
-        blocks: The segment's.
-        known: The checksum of each block.
-    """
+    """Reads parts of a segment straight into memory, and sums up the blocks that they lie in."""
 
     def __init__(self, descriptor: int, blocks: Blocks, known: Crcs) -> None:
         self._descriptor, self._blocks = descriptor, blocks
@@ -60,17 +54,8 @@ class CheckedReader:
     def read(self, address: Columns, offset: Columns, nbytes: Columns) -> tuple[int, int] | None:
         """Read parts straight into memory, in several threads.
 
-        Args:
-            address: Where each part goes.
-            offset: Where each part begins in the segment, ascending.
-            nbytes: Length of each part.
-
-        Returns:
-            Number and checksum of a block that is damaged; None where all are whole.
-
-        Raises:
-            EOFError: The file is shorter, or the checksums don't cover all parts.
-            OSError: As the system does.
+        `offset`: where each part begins in the segment, ascending. Returns number and checksum of a
+        block that is damaged; None where all are whole. Raises EOFError, OSError.
         """
         is_any = nbytes > 0
         parts = _Parts(address[is_any], offset[is_any], nbytes[is_any])
@@ -89,12 +74,7 @@ class CheckedReader:
     def blocks_of(self, offset: Columns, nbytes: Columns) -> list[tuple[int, int]]:
         """Return first byte and end of each block that has some of these parts, in order.
 
-        Args:
-            offset: Where each part begins in the segment, ascending.
-            nbytes: Length of each part; not 0.
-
-        Raises:
-            EOFError: The checksums don't cover all parts.
+        `offset`: where each part begins in the segment, ascending. Raises EOFError.
         """
         numbers = _Parts(offset, offset, nbytes).numbers_in(self._blocks).tolist()
         return [(self._starts[number], self._stops[number]) for number in numbers]
@@ -104,16 +84,8 @@ class CheckedReader:
     ) -> tuple[int, int] | None:
         """Read neighbouring blocks, and what lies between them, in this thread.
 
-        Args:
-            blocks: As `blocks_of` returns them.
-            address: Where they go, as they lie in the segment.
-
-        Returns:
-            Number and checksum of a block that is damaged; None where all are whole.
-
-        Raises:
-            EOFError: The file is shorter.
-            OSError: As the system does.
+        Returns number and checksum of a block that is damaged; None where all are whole. Raises
+        EOFError, OSError.
         """
         low, high = blocks[0][0], blocks[-1][1]
         data = view_of(address, high - low)
@@ -176,13 +148,8 @@ class CheckedReader:
     ) -> list[_Piece] | None:
         """Return memory for a stretch's bytes: where they are wanted, else scratch memory.
 
-        Args:
-            stretch: Of large blocks.
-            inside: What is wanted of it, as `_Parts.within` returns it.
-
-        Returns:
-            None where bytes are wanted in two places, or too many of them nowhere. No piece is
-            longer than `_AT_ONCE`, or belongs to two blocks.
+        Returns None where bytes are wanted in two places, or too many of them nowhere. No piece is
+        longer than `_AT_ONCE`, or belongs to two blocks.
         """
         _, scratch = self._scratch_memory()
         numbers = [number for number, _ in stretch]

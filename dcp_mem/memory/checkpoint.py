@@ -31,20 +31,13 @@ _FileFacts = tuple[str, os.stat_result]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCheckpoint:
-    """A complete checkpoint in this node's memory.
-
-    Attributes:
-        directory: Where it lies.
-        flush: How far its flush has come.
-        replication: What became of its copies on other nodes.
-        rejected: Why it is not to be resumed from; "" if nobody has rejected it.
-    """
+    """A complete checkpoint in this node's memory."""
 
     manifest: Manifest
     directory: str
     flush: FlushRecord
-    replication: ReplicationRecord
-    rejected: str = ""
+    replication: ReplicationRecord  # what became of its copies on other nodes
+    rejected: str = ""  # why it is not to be resumed from; "" if nobody has rejected it
 
     @property
     def name(self) -> str:
@@ -68,11 +61,7 @@ class LocalCheckpoint:
         return os.path.join(self.directory, names.flushing_file(self.manifest.save_id))
 
     def segment_path(self, file: str) -> str:
-        """Return the path of a segment, or of parity.
-
-        Args:
-            file: Its name.
-        """
+        """Return the path of a segment, or of parity."""
         return os.path.join(self.directory, file)
 
     def segment_files(self) -> list[str]:
@@ -144,10 +133,7 @@ def local_checkpoint(
 ) -> LocalCheckpoint:
     """Return the checkpoint of a manifest that lies in a directory, with its records.
 
-    Args:
-        directory: The checkpoint's.
-        manifest: As read from there.
-        listed: Names of the files beside the manifest. Others aren't looked for.
+    `listed`: names of the files beside the manifest. Others aren't looked for.
     """
 
     def record(kind: type[Record], file: str) -> Record:
@@ -166,12 +152,7 @@ def local_checkpoint(
 
 
 def rejection_in(directory: str, save_id: str) -> str:
-    """Return why a checkpoint in memory was rejected; "" if it wasn't.
-
-    Args:
-        directory: The checkpoint's.
-        save_id: Of its save.
-    """
+    """Return why a checkpoint in memory was rejected; "" if it wasn't."""
     try:
         data = files.read_bytes(os.path.join(directory, names.rejection_file(save_id)))
     except FileNotFoundError:
@@ -191,13 +172,7 @@ def _record(kind: type[Record], path: str, manifest: Manifest) -> Record:
 def checksums_of(checkpoint: LocalCheckpoint, file: str) -> ItemTable:
     """Return the items and checksums that lie beside a segment, or beside its parity.
 
-    Args:
-        checkpoint: In memory on this node.
-        file: Name of the segment, or of its parity.
-
-    Raises:
-        FileNotFoundError: There are none.
-        ManifestInvalid: They are damaged, or those of another segment.
+    Raises FileNotFoundError, ManifestInvalid.
     """
     path = os.path.join(checkpoint.directory, names.checksums_file(file))
     manifest = NodeManifest.from_json(files.read_bytes(path))
@@ -207,29 +182,14 @@ def checksums_of(checkpoint: LocalCheckpoint, file: str) -> ItemTable:
 
 
 def has_checksums(checkpoint: LocalCheckpoint, file: str) -> bool:
-    """Return whether checksums lie beside a segment.
-
-    Args:
-        checkpoint: In memory on this node.
-        file: Name of the segment.
-    """
+    """Return whether checksums lie beside a segment."""
     return os.path.exists(os.path.join(checkpoint.directory, names.checksums_file(file)))
 
 
 def check_unchanged(checkpoint: LocalCheckpoint, file: str, found: ItemTable, source: str) -> bool:
     """Make sure that a segment has the checksums that were made once it was complete.
 
-    Args:
-        checkpoint: In memory on this node.
-        file: Name of the segment.
-        found: Its items, with the checksums that it has now.
-        source: Where it lies, for the error.
-
-    Returns:
-        False where none have been made so far.
-
-    Raises:
-        SegmentCorrupt: The segment has changed since, or its checksums have.
+    Returns False where none have been made so far. Raises SegmentCorrupt.
     """
     try:
         known = checksums_of(checkpoint, file)
@@ -247,12 +207,7 @@ def check_unchanged(checkpoint: LocalCheckpoint, file: str, found: ItemTable, so
 
 
 def checksums_files(manifest: Manifest, checksums: Mapping[str, ItemTable]) -> dict[str, bytes]:
-    """Return the files that hold segments' checksums in memory, by path in the directory.
-
-    Args:
-        manifest: Of the checkpoint; it says which node saved each segment.
-        checksums: By the segment's name.
-    """
+    """Return the files that hold segments' checksums in memory, by path in the directory."""
     node_of = dict(zip(manifest.segments.rank, manifest.segments.node, strict=True))
     return {
         names.checksums_file(file): NodeManifest(
@@ -263,12 +218,7 @@ def checksums_files(manifest: Manifest, checksums: Mapping[str, ItemTable]) -> d
 
 
 def own_files(manifest: Manifest, here: Collection[str]) -> set[str]:
-    """Return the names, under `.dcp_mem`, of all that belongs to a complete checkpoint.
-
-    Args:
-        manifest: Of the checkpoint.
-        here: Segments and parity of it that lie in its directory.
-    """
+    """Return the names, under `.dcp_mem`, of all that belongs to a complete checkpoint."""
     parity = list(filter(names.PARITY.fullmatch, here))
     checked = [segment.file for segment in manifest.segments] if parity else here
     paths = [
@@ -286,11 +236,7 @@ def own_files(manifest: Manifest, here: Collection[str]) -> set[str]:
 
 
 def files_in(directory: str) -> Sequence[str]:
-    """Return the names in a directory; none where it is gone.
-
-    Args:
-        directory: Any path.
-    """
+    """Return the names in a directory; none where it is gone."""
     try:
         return os.listdir(directory)
     except FileNotFoundError:

@@ -50,9 +50,7 @@ class ChecksumThread:
 
     All methods may be called from any thread.
 
-    Args:
-        root: The memory root.
-        look_seconds: Look for new checkpoints so often, besides when told; None: only when told.
+    `look_seconds`: look for new checkpoints so often, besides when told; None: only when told.
     """
 
     def __init__(self, root: str, look_seconds: float | None = None) -> None:
@@ -68,12 +66,7 @@ class ChecksumThread:
         self._resting: set[str] = set()  # jobs of which there is more to do, after a rest
 
     def wake(self, job: str, on_nonfinite: str) -> None:
-        """Have the checksums of a job made, now and whenever it has new checkpoints.
-
-        Args:
-            job: Name of the job.
-            on_nonfinite: As in `Settings`.
-        """
+        """Have the checksums of a job made, now and whenever it has new checkpoints."""
         with self._guard:
             self._jobs[job] = on_nonfinite
             self._hurries = False
@@ -170,9 +163,7 @@ class ChecksumThread:
     ) -> tuple[LocalCheckpoint, Sequence[Segment]] | None:
         """Return the newest checkpoint with segments of this node to look at, and these.
 
-        Args:
-            memory: Of the job.
-            are_checked: Whether those with checksums have to be looked at as well, once.
+        `are_checked`: whether those with checksums have to be looked at as well, once.
         """
         checkpoints = memory.checkpoints()
         here = {checkpoint.manifest.save_id for checkpoint in checkpoints}
@@ -265,16 +256,8 @@ def checksums_in_file(
     No lease is taken, which would keep the next save from recycling the slot. Instead the segment
     is looked for again after each read: while it has its name, nobody writes to it.
 
-    Args:
-        path: Of the segment.
-        blocks: The segment's.
-        may_go_on: Asked now and then.
-        look: Is given bytes, and where they begin in the segment, while the cache has them.
-
-    Raises:
-        Gone: The segment was recycled meanwhile, or may_go_on said no.
-        FileNotFoundError: There is no such segment.
-        EOFError: It is shorter than its blocks.
+    `look`: is given bytes, and where they begin in the segment, while the cache has them. Raises
+    Gone, FileNotFoundError, EOFError.
     """
     found = np.zeros(len(blocks.offsets), "<u4")
     memory = memoryview(bytearray(MOST_RUN))

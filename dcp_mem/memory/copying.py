@@ -78,45 +78,23 @@ _discarded = np.zeros(_GAP, np.uint8)
 
 
 def copy(moves: Sequence[Move]) -> None:
-    """Copy memory to memory; sources and destinations must stay alive, and not overlap.
-
-    Args:
-        moves: In any order; each destination is written once.
-    """
+    """Copy memory to memory; sources and destinations must stay alive, and not overlap."""
     _in_shares(moves, copy_here, torch.get_num_threads())
 
 
 def copy_many(destination: Columns, source: Columns, nbytes: Columns) -> None:
-    """Copy pieces of memory, as `copy` does; the quicker way if there are thousands of small ones.
-
-    Args:
-        destination: Address of each piece's copy.
-        source: Address of each piece.
-        nbytes: Length of each piece.
-    """
+    """Copy pieces of memory, as `copy` does; quicker if there are thousands of small ones."""
     work_off(copies_of(destination, source, nbytes), _call)
 
 
 def copy_many_here(destination: Columns, source: Columns, nbytes: Columns) -> None:
-    """Copy pieces of memory in this thread alone; it takes the interpreter's lock seldom.
-
-    Args:
-        destination: Address of each piece's copy.
-        source: Address of each piece.
-        nbytes: Length of each piece.
-    """
+    """Copy pieces of memory in this thread alone; it takes the interpreter's lock seldom."""
     for part in _parts(destination, source, nbytes):
         part()
 
 
 def copies_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Callable[[], None]]:
-    """Return what copies pieces of memory, in parts that several threads can make at once.
-
-    Args:
-        destination: Address of each piece's copy.
-        source: Address of each piece.
-        nbytes: Length of each piece.
-    """
+    """Return what copies pieces of memory, in parts that several threads can make at once."""
     total, threads = int(nbytes.sum()), torch.get_num_threads()
     if threads > 1 and total >= _ONE_THREAD_NBYTES and _are_many_and_small(nbytes):
         return _parts(destination, source, nbytes)
@@ -127,32 +105,18 @@ def copies_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Ca
 
 
 def moves_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Move]:
-    """Return columns as moves.
-
-    Args:
-        destination: Address of each piece's copy.
-        source: Address of each piece, or its offset in a file.
-        nbytes: Length of each piece.
-    """
+    """Return columns as moves."""
     return list(zip(destination.tolist(), source.tolist(), nbytes.tolist(), strict=True))
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> Columns:
-    """Return the address of each tensor; of a device that has the highest bit set, below 0.
-
-    Args:
-        tensors: Of any device.
-    """
+    """Return the address of each tensor; of a device that has the highest bit set, below 0."""
     addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
     return addresses.view(np.int64)
 
 
 def sizes_of(tensors: Sequence[torch.Tensor]) -> Columns:
-    """Return the bytes of each tensor's elements.
-
-    Args:
-        tensors: Of any device.
-    """
+    """Return the bytes of each tensor's elements."""
     return np.fromiter(map(_TENSOR_NBYTES, tensors), np.int64, len(tensors))
 
 
@@ -196,13 +160,8 @@ def _may_copy_by_the_kernel() -> bool:
 def read(descriptor: int, moves: Sequence[Move]) -> None:
     """Read file ranges straight into memory.
 
-    Args:
-        descriptor: Of the file.
-        moves: The reads; their destinations must stay alive, and not overlap.
-
-    Raises:
-        EOFError: The file is shorter.
-        OSError: As the system does.
+    `moves`: the reads; their destinations must stay alive, and not overlap. Raises EOFError,
+    OSError.
     """
     act = partial(_read_share, descriptor)
     _in_shares(moves, act, read_threads(), _LEAST_READ)
@@ -211,14 +170,7 @@ def read(descriptor: int, moves: Sequence[Move]) -> None:
 def read_many(descriptor: int, address: Columns, offset: Columns, nbytes: Columns) -> None:
     """Read many small file ranges straight into memory, neighbours with one system call.
 
-    Args:
-        descriptor: Of the file.
-        address: Where each range goes.
-        offset: Where each range begins in the file, ascending.
-        nbytes: Length of each range.
-
-    Raises:
-        EOFError, OSError: As `read` does.
+    `offset`: where each range begins in the file, ascending. Raises EOFError, OSError.
     """
     if not len(offset):
         return
@@ -252,11 +204,7 @@ def _batches(gaps: Columns, nbytes: Columns) -> list[int]:
 
 
 def copy_here(moves: Sequence[Move]) -> None:
-    """Copy memory to memory in this thread alone.
-
-    Args:
-        moves: As `copy` takes them.
-    """
+    """Copy memory to memory in this thread alone."""
     copy_small, copy_large = memmove, _large_copies.copy
     for destination, source, nbytes in moves:
         if nbytes < LEAST_NBYTES:
@@ -308,13 +256,7 @@ def read_threads() -> int:
 def work_off(work: Sequence[T], act: Callable[[T], object], threads: int = 0) -> None:
     """Call `act` for each piece of work, in several threads.
 
-    Args:
-        work: The pieces; taken in order.
-        act: Called in several threads at once.
-        threads: How many; 0: as many as torch uses.
-
-    Raises:
-        Exception: What `act` raised first.
+    `work`: the pieces; taken in order. `act`: called in several threads at once. Raises Exception.
     """
     under_way = WorkUnderWay(work, act)
     try:
@@ -336,9 +278,7 @@ class WorkUnderWay(Generic[T]):
     delays one piece only. On return from `finish` and `cancel`, also with an error, no other thread
     is at work any more.
 
-    Args:
-        work: The pieces; taken in order.
-        act: Called in several threads at once.
+    `work`: the pieces; taken in order. `act`: called in several threads at once.
     """
 
     def __init__(self, work: Sequence[T], act: Callable[[T], object]) -> None:
@@ -348,11 +288,7 @@ class WorkUnderWay(Generic[T]):
         self._error: BaseException | None = None
 
     def start(self, helpers: int) -> None:
-        """Have threads begin. Where this raises, some may have: the work has to be cancelled.
-
-        Args:
-            helpers: How many; they are kept for all such work.
-        """
+        """Have threads begin. Where this raises, some may have: the work has to be cancelled."""
         pool = _pool(max(torch.get_num_threads(), read_threads()))
         for _ in range(helpers):
             pool.submit(self._take)
@@ -360,8 +296,7 @@ class WorkUnderWay(Generic[T]):
     def finish(self) -> None:
         """Take part until all is done.
 
-        Raises:
-            Exception: What `act` raised first.
+        Raises Exception.
         """
         try:
             self._take()
@@ -379,8 +314,7 @@ class WorkUnderWay(Generic[T]):
     def cancel(self) -> None:
         """Leave what nobody has begun with. An interrupt is raised once no thread is at work.
 
-        Raises:
-            StillAtWork: The calling thread is in the middle of a piece.
+        Raises StillAtWork.
         """
         self._waiting.clear()
         if threading.get_ident() in self._at_work:  # the collector has run within it, say
@@ -425,12 +359,7 @@ def _call(part: Callable[[], None]) -> None:
 
 
 def shares(moves: Sequence[Move], count: int) -> list[list[Move]]:
-    """Cut moves into at most `count` shares of nearly equal bytes; moves may be split.
-
-    Args:
-        moves: In the order that the shares keep.
-        count: At least 1.
-    """
+    """Cut moves into at most `count` shares of nearly equal bytes; moves may be split."""
     ends = list(accumulate(map(_NBYTES, moves)))
     total = ends[-1] if ends else 0
     cuts = [total * share // count for share in range(count + 1)]

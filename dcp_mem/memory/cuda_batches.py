@@ -49,14 +49,8 @@ def copy_to_host(
 ) -> None:
     """Enqueue copies from a device; some may be under way when this raises.
 
-    Args:
-        targets: Addresses in the host's memory.
-        sources: On the stream's device, one for each target; contiguous, and none is empty.
-        stream: The current one.
-        is_pinned: Whether all of the targets' memory is.
-
-    Raises:
-        RuntimeError: CUDA can't.
+    `sources`: on the stream's device, one for each target; contiguous, and none is empty. Raises
+    RuntimeError.
     """
     if _goes_at_once(stream, is_pinned=is_pinned) and _is_copied_at_once(
         targets, addresses_of(sources), sizes_of(sources), stream
@@ -83,15 +77,7 @@ def copy_to_device(
 ) -> None:
     """Enqueue copies to a device; some may be under way when this raises.
 
-    Args:
-        targets: Addresses on the stream's device.
-        sources: Address in the host's memory of each.
-        nbytes: Bytes of each; not 0.
-        stream: The current one.
-        is_pinned: Whether all of the sources' memory is.
-
-    Raises:
-        RuntimeError: CUDA can't.
+    Raises RuntimeError.
     """
     at_once = _goes_at_once(stream, is_pinned=is_pinned)
     if at_once and _is_copied_at_once(targets, sources, nbytes, stream):

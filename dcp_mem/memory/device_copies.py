@@ -78,11 +78,7 @@ _streams: dict[torch.device, CopyStream] = {}
 
 
 def copy_stream(device: torch.device) -> CopyStream | None:
-    """Return the stream for copies from a device; None for one whose copies block the caller.
-
-    Args:
-        device: Of a tensor.
-    """
+    """Return the stream for copies from a device; None for one whose copies block the caller."""
     if device.type != "cuda":
         return None
     stream = _streams.get(device)
@@ -109,12 +105,8 @@ class DeviceCopies:
     def begin(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
         """Enqueue copies, behind all that the caller has launched on the devices.
 
-        Args:
-            targets: Addresses in mapped memory.
-            sources: On devices that have a `copy_stream`, one for each target; contiguous.
-
-        Raises:
-            RuntimeError: A device can't. Call `finish` all the same.
+        `sources`: on devices that have a `copy_stream`, one for each target; contiguous. Raises
+        RuntimeError.
         """
         # Not the tensors: theirs may be another memory soon (`parameter.data = …`).
         self._read += map(torch.Tensor.untyped_storage, sources)
@@ -140,8 +132,7 @@ class DeviceCopies:
     def finish(self) -> None:
         """Return once the copies have been made, and let go of what they read.
 
-        Raises:
-            RuntimeError: A device has failed. No copy is under way any more then, either.
+        Raises RuntimeError.
         """
         error: BaseException | None = None
         while last := self._enqueued[-1:]:
@@ -160,12 +151,7 @@ class DeviceCopies:
 
 
 def host_memory(nbytes: int, *, pinned: bool = True) -> torch.Tensor:
-    """Return memory of the host, pinned if that can be.
-
-    Args:
-        nbytes: Of the memory.
-        pinned: Whether to try.
-    """
+    """Return memory of the host, pinned if that can be."""
     try:  # The device is named: a program may have another default.
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     except RuntimeError as error:
@@ -177,11 +163,7 @@ def host_memory(nbytes: int, *, pinned: bool = True) -> torch.Tensor:
 
 @contextmanager
 def on_stream_of(caller: tuple[int, torch.cuda.Stream] | None) -> Iterator[None]:
-    """Launch on the stream that another thread launches on: what it has launched comes first.
-
-    Args:
-        caller: As `current_stream` has returned it there.
-    """
+    """Launch on the stream that another thread launches on: what it has launched comes first."""
     if caller is None:
         yield
         return

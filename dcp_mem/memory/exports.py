@@ -11,11 +11,7 @@ _FILE = ".exports.json"
 
 
 def read_exports(directory: str) -> ExportRecords:
-    """Return what is recorded of a job's exports on this node.
-
-    Args:
-        directory: The job's.
-    """
+    """Return what is recorded of a job's exports on this node."""
     try:
         return ExportRecords.from_json(files.read_bytes(os.path.join(directory, _FILE)))
     except FileNotFoundError:
@@ -25,12 +21,6 @@ def read_exports(directory: str) -> ExportRecords:
 def write_exports(directory: str, records: ExportRecords) -> None:
     """Replace what is recorded of a job's exports. Only the node's agent does that.
 
-    Args:
-        directory: The job's.
-        records: All of them.
-
-    Raises:
-        MemoryBudgetExceeded: Memory is full.
-        FileNotFoundError: The job's directory is gone.
+    Raises MemoryBudgetExceeded, FileNotFoundError.
     """
     files.write_atomically(os.path.join(directory, _FILE), records.to_json())

@@ -32,12 +32,7 @@ class FiniteCheck:
 
     Tensors without a plain payload, and dtypes without a mask above, are left out.
 
-    Args:
-        catalog: Of the checkpoint.
-        rank: Whose segment it is.
-
-    Attributes:
-        found: How many such values there are, by the tensor's name.
+    `found`: how many such values there are, by the tensor's name.
     """
 
     def __init__(self, catalog: Catalog, rank: int) -> None:
@@ -60,12 +55,7 @@ class FiniteCheck:
         self._stops = [stop for _, stop, *_ in self._payloads]
 
     def look(self, low: int, data: memoryview) -> None:
-        """Look at bytes of the segment; no value may be cut in two.
-
-        Args:
-            low: Where they begin in the segment.
-            data: The bytes.
-        """
+        """Look at bytes of the segment; no value may be cut in two."""
         high = low + len(data)
         first, last = bisect_right(self._stops, low), bisect_left(self._starts, high)
         for start, stop, name, kind, bits in self._payloads[first:last]:

@@ -65,13 +65,7 @@ class JobMemory:
     Any thread may call anything at any time: threads of one process meet here as processes do, by
     renames and leases. What is kept of manifests is looked up anew where the file is another.
 
-    Args:
-        root: The memory root.
-        job: Name of the job.
-
-    Raises:
-        MemoryRootRefused: The root isn't this user's alone.
-        MemoryUnavailable: The root can't be made.
+    Raises MemoryRootRefused, MemoryUnavailable.
     """
 
     def __init__(self, root: str, job: str) -> None:
@@ -111,19 +105,11 @@ class JobMemory:
         ]
 
     def find(self, name: str) -> list[LocalCheckpoint]:
-        """Return the complete checkpoints of that name, one for each scope.
-
-        Args:
-            name: The checkpoint id.
-        """
+        """Return the complete checkpoints of that name, one for each scope."""
         return list(self._complete_in(self.checkpoint_directory(name), self.generations()))
 
     def damaged_manifests(self, scope: str) -> dict[str, str]:
-        """Return why checkpoints here can't be told of, by name: their manifests are damaged.
-
-        Args:
-            scope: Of the manifests.
-        """
+        """Return why checkpoints here can't be told of, by name: their manifests are damaged."""
         paths = {
             os.path.basename(directory): os.path.join(directory, names.manifest_file(scope))
             for directory in self._checkpoint_directories()
@@ -132,19 +118,11 @@ class JobMemory:
         return {name: why for name, why in found.items() if why}
 
     def checkpoint_directory(self, name: str) -> str:
-        """Return where a checkpoint of that name lies.
-
-        Args:
-            name: The checkpoint id; there need not be one in memory.
-        """
+        """Return where a checkpoint of that name lies."""
         return os.path.join(self.directory, name)
 
     def count_segments(self, rank: int) -> int:
-        """Return how many segments of a rank lie in checkpoints here, complete or not.
-
-        Args:
-            rank: The rank that saved them.
-        """
+        """Return how many segments of a rank lie in checkpoints here, complete or not."""
         prefix = names.segment_file(rank, "").partition("-")[0] + "-"
         return sum(
             entry.startswith(prefix)
@@ -153,11 +131,7 @@ class JobMemory:
         )
 
     def lists(self, path: str) -> bool:
-        """Return whether the file is a segment, or parity, of a complete checkpoint.
-
-        Args:
-            path: Of a file in a checkpoint's directory.
-        """
+        """Return whether the file is a segment, or parity, of a complete checkpoint."""
         directory, file = os.path.split(path)
         manifests = self._manifests_in(directory, _own_files(directory), self.generations())
         return names.save_id_of(file) in {manifest.save_id for manifest in manifests}
@@ -211,11 +185,7 @@ class JobMemory:
         return known[1]
 
     def raised(self, manifest: Manifest) -> Manifest:
-        """Return the manifest with the generation that its run has got on storage since.
-
-        Args:
-            manifest: Of a checkpoint here.
-        """
+        """Return the manifest with the generation that its run has got on storage since."""
         return _raised(manifest, self.generations())
 
     # -- the order of checkpoints -----------------------------------------------------------------
@@ -225,9 +195,7 @@ class JobMemory:
     ) -> SaveNumber:
         """Return the greatest number that this memory knows of.
 
-        Args:
-            manifests: Of the complete checkpoints here; None: they are looked up.
-            without_run: Token of a run that doesn't count.
+        `manifests`: of the complete checkpoints here; None: they are looked up.
         """
         found = self.manifests() if manifests is None else manifests
         of_checkpoints = (one.number for one in found if one.run != without_run)
@@ -256,11 +224,7 @@ class JobMemory:
         All that belong together are written at once: else the order here would change meanwhile.
         Where there is no room, this process alone knows them, until there is.
 
-        Args:
-            generations: By token of the run; at least what its saves have.
-
-        Raises:
-            OSError: It can't be written.
+        `generations`: by token of the run; at least what its saves have. Raises OSError.
         """
         with in_turn(self.directory):
             known = {**self.generations(), **generations}
@@ -275,11 +239,7 @@ class JobMemory:
     # -- staging and completing -------------------------------------------------------------------
 
     def make_checkpoint_directory(self, name: str) -> str:
-        """Make a checkpoint's directory where it is missing, and return it.
-
-        Args:
-            name: The checkpoint id.
-        """
+        """Make a checkpoint's directory where it is missing, and return it."""
         directory = private_directory(self.checkpoint_directory(name))
         private_directory(os.path.join(directory, names.OWN))
         return directory
@@ -289,9 +249,7 @@ class JobMemory:
 
         All ranks of the node may add theirs at the same time.
 
-        Args:
-            name: The checkpoint's.
-            add: Puts the segment, and what belongs to it, into the directory that it is given.
+        `add`: puts the segment, and what belongs to it, into the directory that it is given.
         """
         for left in reversed(range(_TRIES)):
             directory = self.make_checkpoint_directory(name)
@@ -304,11 +262,7 @@ class JobMemory:
                     raise
 
     def publish(self, manifest: Manifest) -> None:
-        """Put the manifest in place: from here on the checkpoint is COMPLETE on this node.
-
-        Args:
-            manifest: Of the checkpoint; its directory exists.
-        """
+        """Put the manifest in place: from here on the checkpoint is COMPLETE on this node."""
         path = os.path.join(
             self.checkpoint_directory(manifest.name), names.manifest_file(manifest.scope)
         )
@@ -317,11 +271,7 @@ class JobMemory:
     def promote(self, checkpoint: LocalCheckpoint) -> bool:
         """Have a checkpoint flushed that was to stay in memory.
 
-        Args:
-            checkpoint: As it was found.
-
-        Returns:
-            False where it has left memory, or was replaced, meanwhile, or is locked just now.
+        Returns False where it has left memory, or was replaced, meanwhile, or is locked just now.
         """
         path = checkpoint.manifest_path
         promoted = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
@@ -353,9 +303,7 @@ class JobMemory:
     ) -> None:
         """Put `.metadata` beside a complete checkpoint, unless it has left memory by now.
 
-        Args:
-            manifest: Of the checkpoint.
-            template: Of its catalog; None: it is made of the catalog.
+        `template`: of its catalog; None: it is made of the catalog.
         """
         directory = self.checkpoint_directory(manifest.name)
         with contextlib.suppress(FileNotFoundError), in_turn(directory):
@@ -369,12 +317,7 @@ class JobMemory:
     # -- what is added to a complete checkpoint ---------------------------------------------------
 
     def record_flush(self, checkpoint: LocalCheckpoint, record: FlushRecord) -> None:
-        """Write down how a flush goes; nothing, where the checkpoint has left memory meanwhile.
-
-        Args:
-            checkpoint: The one that is flushed.
-            record: Takes the place of the former one.
-        """
+        """Write down how a flush goes; nothing, where the checkpoint has left memory meanwhile."""
         path = os.path.join(checkpoint.directory, names.flush_file(checkpoint.manifest.scope))
         try:
             with in_turn(checkpoint.directory):  # who tidies removes temporary files
@@ -386,24 +329,14 @@ class JobMemory:
             self.tidy(checkpoint.directory)
 
     def record_replication(self, manifest: Manifest, record: ReplicationRecord) -> None:
-        """Write down what became of the copies; nothing, where the checkpoint has left memory.
-
-        Args:
-            manifest: Of the checkpoint.
-            record: Takes the place of the former one.
-        """
+        """Write down what became of the copies; nothing, where the checkpoint has left memory."""
         with contextlib.suppress(FileNotFoundError):
             self._add(manifest, {names.replication_file(manifest.scope): record.to_json()})
 
     def reject(self, checkpoint: LocalCheckpoint, why: str) -> None:
         """Mark a checkpoint as not to be resumed from; it isn't flushed any more, either.
 
-        Args:
-            checkpoint: As it was found.
-            why: The reason, for people.
-
-        Raises:
-            FileNotFoundError: The checkpoint has left memory.
+        Raises FileNotFoundError.
         """
         manifest, was_pending = checkpoint.manifest, checkpoint.pending
         mark = Rejection(manifest.save_id, why, time.time())
@@ -413,11 +346,7 @@ class JobMemory:
             self.record_flush(checkpoint, skipped)
 
     def accept(self, checkpoint: LocalCheckpoint) -> None:
-        """Take back a checkpoint's rejection; what was skipped for it awaits its flush again.
-
-        Args:
-            checkpoint: As it was found, rejected.
-        """
+        """Take back a checkpoint's rejection; what was skipped for it awaits its flush again."""
         save_id, flush = checkpoint.manifest.save_id, checkpoint.flush
         files.remove(os.path.join(checkpoint.directory, names.rejection_file(save_id)))
         if flush.outcome == Outcome.SKIPPED and flush.error.startswith(_REJECTED):
@@ -428,13 +357,7 @@ class JobMemory:
 
         Checksums are made once: others later would bless what has changed meanwhile.
 
-        Args:
-            manifest: Of the checkpoint.
-            checksums: By the segment's name.
-
-        Raises:
-            FileNotFoundError: The checkpoint has left memory.
-            SegmentCorrupt: A segment has other checksums already.
+        Raises FileNotFoundError, SegmentCorrupt.
         """
         held = self._held(manifest)
         new = {
@@ -457,11 +380,7 @@ class JobMemory:
 
         Otherwise one flipped bit would damage all checkpoints of a plan. Large ones stay shared.
 
-        Args:
-            checkpoint: As it was found.
-
-        Raises:
-            FileNotFoundError: The checkpoint has left memory.
+        Raises FileNotFoundError.
         """
         file = names.catalog_file(checkpoint.manifest.catalog)
         path = os.path.join(checkpoint.directory, file)
@@ -477,14 +396,7 @@ class JobMemory:
     ) -> None:
         """Add a copy of another node's segment: its checksums first, then the segment itself.
 
-        Args:
-            manifest: Of the checkpoint.
-            file: Name of the segment.
-            checksums: Of the segment.
-            seal: Renames the copy to the path that it is given.
-
-        Raises:
-            FileNotFoundError: The checkpoint has left memory.
+        Raises FileNotFoundError.
         """
         self._add(
             manifest,
@@ -502,15 +414,7 @@ class JobMemory:
     ) -> None:
         """Add parity: its record and checksums first, then the parity itself.
 
-        Args:
-            manifest: Of the checkpoint.
-            file: Name of the parity.
-            record: Which segments it is of.
-            checksums: Of all these segments.
-            seal: Renames the parity to the path that it is given.
-
-        Raises:
-            FileNotFoundError: The checkpoint has left memory.
+        Raises FileNotFoundError.
         """
         described = {
             names.stripe_file(file): record.to_json(),
@@ -533,12 +437,7 @@ class JobMemory:
                 seal(directory)
 
     def drop_parity(self, manifest: Manifest, keep: Collection[str]) -> None:
-        """Make free slots of a checkpoint's parity that lies here, but for the files to keep.
-
-        Args:
-            manifest: Of the checkpoint.
-            keep: Names of parity files.
-        """
+        """Make free slots of a checkpoint's parity that lies here, but for the files to keep."""
         for checkpoint in self.find(manifest.name):
             if checkpoint.manifest.save_id == manifest.save_id:
                 for file in checkpoint.segment_files():
@@ -550,18 +449,15 @@ class JobMemory:
     def link(self, checkpoint: LocalCheckpoint, segments: Collection[str]) -> LinkedCheckpoint:
         """Make a directory of links to a checkpoint's files; see `LinkedCheckpoint`.
 
-        Args:
-            checkpoint: In memory, or linked itself.
-            segments: Files to link; the caller holds leases on them.
+        `segments`: files to link; the caller holds leases on them.
         """
         return LinkedCheckpoint(self._links, checkpoint, segments)
 
     def drop_dead_links(self) -> bool:
         """Remove links whose processes have ended without doing so: they would keep memory.
 
-        Returns:
-            Whether links of live processes are left. They keep the memory of what they link, also
-            when its checkpoint has left.
+        Returns whether links of live processes are left. They keep the memory of what they link,
+        also when its checkpoint has left.
         """
         return drop_dead_links(self._links)
 
@@ -577,13 +473,8 @@ class JobMemory:
         3. Remove the manifest: now the checkpoint doesn't exist any more.
         4. Make free slots of its segments, and remove its other files.
 
-        Args:
-            checkpoint: The one that leaves.
-            why: The reason that the history gives, if it was still to be flushed.
-            outcome: What the history says became of it then.
-
-        Returns:
-            False, with nothing done, where somebody reads or flushes it.
+        `why`: the reason that the history gives, if it was still to be flushed. Returns False, with
+        nothing done, where somebody reads or flushes it.
         """
         try:
             descriptor = os.open(checkpoint.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -606,9 +497,6 @@ class JobMemory:
         """Recycle a checkpoint whose manifest a newer save's has just replaced.
 
         Readers and flushers of its segments have leases, under which no slot is claimed.
-
-        Args:
-            checkpoint: As it was before the newer manifest came.
         """
         why = "replaced by a newer save of the same name"
         self._history.add_leaving(checkpoint, why, Outcome.SUPERSEDED)
@@ -633,10 +521,8 @@ class JobMemory:
     def tidy(self, directory: str, *, show: bool = False) -> None:
         """Remove from a checkpoint's directory what its manifests don't list.
 
-        Args:
-            directory: The checkpoint's; it is removed when it is empty.
-            show: Put the `.metadata` for stock readers where it is missing: a kill may have come
-                before it.
+        `show`: put the `.metadata` for stock readers where it is missing: a kill may have come
+        before it.
         """
         with contextlib.suppress(FileNotFoundError), in_turn(directory):
             generations, own = self.generations(), _own_files(directory)
@@ -651,8 +537,7 @@ class JobMemory:
 
         A larger world may have left them.
 
-        Args:
-            nbytes: What the job's checkpoints take on this node at most.
+        `nbytes`: what the job's checkpoints take on this node at most.
         """
         if self.allocated_bytes() > nbytes + nbytes // 8 + _SLACK:
             self.drop_free_slots()
@@ -670,38 +555,24 @@ class JobMemory:
     def add_to_history(self, row: HistoryRow) -> None:
         """Write down what became of a checkpoint; see `LocalHistory.add`.
 
-        Args:
-            row: Of a checkpoint that has left memory, or whose flush has ended.
+        `row`: of a checkpoint that has left memory, or whose flush has ended.
         """
         self._history.add(row)
 
     def note_skipped(self, name: str, why: str) -> None:
-        """Write down a save that never began.
-
-        Args:
-            name: The checkpoint id that it would have had.
-            why: Why it was skipped.
-        """
+        """Write down a save that never began."""
         # It has the number of the save before it, and so its place in the order.
         self._history.add(skipped_row(name, self.newest_number(), time.time(), why))
 
     def note_deleted(self, names: Collection[str]) -> None:
-        """Write down that checkpoints of these names have left storage.
-
-        Args:
-            names: Checkpoint ids.
-        """
+        """Write down that checkpoints of these names have left storage."""
         self._history.note_deleted(names)
 
 
 def jobs_in(root: str) -> list[str]:
     """Return the names of the jobs that have a directory in a memory root, in order.
 
-    Args:
-        root: Its path; it isn't made where it is missing.
-
-    Raises:
-        MemoryRootRefused, MemoryUnavailable: As `open_root` does.
+    Raises MemoryRootRefused, MemoryUnavailable.
     """
     if not os.path.isdir(root):
         return []
@@ -716,11 +587,7 @@ def jobs_in(root: str) -> list[str]:
 
 
 def last_use(directory: str) -> float:
-    """Return when a job last saved, in seconds since the epoch; 0.0 where its directory is gone.
-
-    Args:
-        directory: The job's.
-    """
+    """Return when a job last saved, in seconds since the epoch; 0.0 where its directory is gone."""
     try:
         with os.scandir(directory) as entries:
             return max(

@@ -33,13 +33,7 @@ memmove.restype = None
 
 
 def by_loop(destination: int, source: int, nbytes: int) -> None:
-    """Copy memory by numpy's loop, outside the interpreter lock.
-
-    Args:
-        destination: Address of the copy.
-        source: Address of the piece, which doesn't overlap the copy.
-        nbytes: Length of both.
-    """
+    """Copy memory by numpy's loop, outside the interpreter lock."""
     np.positive(np.asarray(_Bytes(source, nbytes)), out=np.asarray(_Bytes(destination, nbytes)))
 
 
@@ -58,12 +52,7 @@ class _Bytes:
 
 
 class LargeCopies:
-    """Copies large pieces, and finds out how; any thread may call it at any time.
-
-    Args:
-        ways: Two ways to copy.
-        clock: Returns seconds.
-    """
+    """Copies large pieces, and finds out how; any thread may call it at any time."""
 
     def __init__(
         self,
@@ -77,10 +66,7 @@ class LargeCopies:
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """Copy a large piece of memory.
 
-        Args:
-            destination: Address of the copy.
-            source: Address of the piece, which doesn't overlap the copy.
-            nbytes: Length of both; at least `LEAST_NBYTES`.
+        `nbytes`: length of both; at least `LEAST_NBYTES`.
         """
         size = nbytes.bit_length()
         way = self._chosen.get(size)
@@ -109,12 +95,7 @@ class _Trial:
         return self._begun % 2
 
     def end(self, number: int, seconds: float) -> int | None:
-        """Note how long a piece took; return the number of the quicker way, if one clearly is.
-
-        Args:
-            number: Of the way that was taken.
-            seconds: For each byte.
-        """
+        """Note how long a piece took; return the number of the quicker way, if one clearly is."""
         took = self._took  # asked once: another thread may begin anew at any time
         took[number].append(seconds)
         if min(map(len, took)) < _TRIES:
@@ -128,10 +109,6 @@ def clearly_quicker(first: Sequence[float], second: Sequence[float]) -> int | No
 
     Their lower quartiles are compared: any piece may be held up, by another thread of Python or by
     what else the machine does.
-
-    Args:
-        first: Seconds for each byte, piece by piece.
-        second: Those of the other way.
     """
     quartiles = [sorted(took)[len(took) // 4] for took in (first, second)]
     if max(quartiles) * (1 - _CLEAR_GAIN) <= min(quartiles):

@@ -28,22 +28,15 @@ from dcp_mem.memory.stock_metadata import lend_stock_metadata
 class LinkedCheckpoint:
     """A checkpoint whose files are links, in a directory of their own, until it is closed.
 
-    Attributes:
-        local: The checkpoint; its directory is called as the checkpoint.
-        descriptor: Of the lease. A process that inherits it keeps the links as well.
+    `local`: the checkpoint; its directory is called as the checkpoint. `descriptor`: of the lease.
+    A process that inherits it keeps the links as well.
     """
 
     def __init__(self, links: str, checkpoint: LocalCheckpoint, segments: Collection[str]) -> None:
         """Link segments, and what describes the checkpoint.
 
-        Args:
-            links: The job's directory of links; made where it is missing.
-            checkpoint: In memory, or linked itself.
-            segments: Their files; the caller holds leases on them.
-
-        Raises:
-            FileNotFoundError: It has just left memory, or was replaced by a newer save.
-            MemoryBudgetExceeded: Memory is full.
+        `segments`: their files; the caller holds leases on them. Raises FileNotFoundError,
+        MemoryBudgetExceeded.
         """
         self._directory, self.descriptor = _leased_directory(private_directory(links))
         try:
@@ -75,9 +68,7 @@ class LinkedCheckpoint:
     def add_stock_metadata(self) -> None:
         """Add what torch's readers need beside the segments.
 
-        Raises:
-            FileNotFoundError, ManifestInvalid: The catalog is missing or damaged.
-            MemoryBudgetExceeded: Memory is full.
+        Raises FileNotFoundError, ManifestInvalid, MemoryBudgetExceeded.
         """
         lend_stock_metadata(self.local.directory, self.local.manifest)
 
@@ -122,11 +113,8 @@ def _leased_directory(parent: str) -> tuple[str, int]:
 def drop_dead_links(links: str) -> bool:
     """Remove the links of processes that have ended without doing so.
 
-    Args:
-        links: The job's directory of links; there may be none.
-
-    Returns:
-        Whether links of live processes are left.
+    `links`: the job's directory of links; there may be none. Returns whether links of live
+    processes are left.
     """
     are_left = False
     for entry in files_in(links):

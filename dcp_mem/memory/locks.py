@@ -33,9 +33,7 @@ _PAUSE = 0.0001
 def try_lease(descriptor: int, *, exclusive: bool) -> bool:
     """Take or convert a descriptor's lease, without waiting; False where another one forbids it.
 
-    Args:
-        descriptor: Of the file.
-        exclusive: Whether nobody else may hold a lease; otherwise the lease is a shared one.
+    `exclusive`: whether nobody else may hold a lease; otherwise the lease is a shared one.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -49,8 +47,7 @@ def share(descriptor: int) -> bool:
 
     Leases that are held only to find out whether there is another one are waited for.
 
-    Args:
-        descriptor: Of the file; an exclusive lease of its own becomes a shared one.
+    `descriptor`: of the file; an exclusive lease of its own becomes a shared one.
     """
     deadline = time.monotonic() + _PROBE_SECONDS
     while not try_lease(descriptor, exclusive=False):
@@ -63,13 +60,7 @@ def share(descriptor: int) -> bool:
 def open_leased(path: str) -> int:
     """Open a file, take a shared lease on it, and return its descriptor.
 
-    Args:
-        path: Of the file.
-
-    Raises:
-        FileNotFoundError: There is no such file. A file that was recycled before the lease was
-            taken counts as gone, by its inode: its bytes are another save's by now.
-        BlockingIOError: The file is there, and another process has locked it.
+    Raises FileNotFoundError, BlockingIOError.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -86,11 +77,7 @@ def open_leased(path: str) -> int:
 
 
 def end_lease(descriptor: int) -> None:
-    """End a lease; closing isn't enough while a forked child has a copy of the descriptor.
-
-    Args:
-        descriptor: Stays open.
-    """
+    """End a lease; closing isn't enough while a forked child has a copy of the descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
@@ -98,12 +85,7 @@ def end_lease(descriptor: int) -> None:
 def leased_alone(path: str, flags: int = os.O_RDONLY) -> Iterator[int | None]:
     """Open a file or directory under an exclusive lease, which ends with the block.
 
-    Args:
-        path: What to open.
-        flags: Of `os.open`.
-
-    Yields:
-        Its descriptor; None where it is gone, or another process has a lease on it.
+    Yields its descriptor; None where it is gone, or another process has a lease on it.
     """
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC)
@@ -121,11 +103,7 @@ def leased_alone(path: str, flags: int = os.O_RDONLY) -> Iterator[int | None]:
 
 
 def is_leased(path: str) -> bool:
-    """Return whether a process reads, flushes or stages this file right now.
-
-    Args:
-        path: Of an existing file.
-    """
+    """Return whether a process reads, flushes or stages this file right now."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if try_lease(descriptor, exclusive=True):
@@ -139,12 +117,7 @@ def is_leased(path: str) -> bool:
 def is_in_use(path: str) -> bool:
     """Return whether a process reads or flushes a checkpoint, by the leases on its manifest.
 
-    Args:
-        path: Of the manifest.
-
-    Raises:
-        FileNotFoundError: The checkpoint has left memory, or another process is taking it out just
-            now, under an exclusive lease.
+    Raises FileNotFoundError.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -164,9 +137,7 @@ def in_turn(directory: str, *, is_shared: bool = False) -> Iterator[None]:
     A process that takes longer than `_PROBE_SECONDS` (a stopped one, say) isn't waited for. So
     what runs in turn must be safe without one. Of slots, say, there may be one more then.
 
-    Args:
-        directory: An existing one, which is locked meanwhile.
-        is_shared: Whether others that ask for a shared turn may run meanwhile.
+    `is_shared`: whether others that ask for a shared turn may run meanwhile.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -181,22 +152,13 @@ def in_turn(directory: str, *, is_shared: bool = False) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """Which processes may share a job's memory: those of one run, or with the same token.
+    """Which processes may share a job's memory: those of one run, or with the same token."""
 
-    Attributes:
-        run: The launcher's id of the run; "" where there is none.
-        token: Goes along when a writer is pickled into another process.
-    """
-
-    run: str
-    token: str
+    run: str  # the launcher's id of the run; "" where there is none
+    token: str  # goes along when a writer is pickled into another process
 
     def admits(self, other: RunIdentity) -> bool:
-        """Return whether a process of the other identity may share the job.
-
-        Args:
-            other: Of a process that wants to join.
-        """
+        """Return whether a process of the other identity may share the job."""
         return bool(self.run and self.run == other.run) or self.token == other.token
 
 
@@ -216,14 +178,7 @@ class JobLock:
     One file carries the lock. A process that has the lock opens the file for nothing else: closing
     any descriptor of it would drop the lock.
 
-    Args:
-        directory: The job's.
-        job: Its name.
-        identity: Of this process.
-
-    Raises:
-        JobInUse: A process of another run has it.
-        MemoryBudgetExceeded: The file system is full.
+    Raises JobInUse, MemoryBudgetExceeded.
     """
 
     def __init__(self, directory: str, job: str, identity: RunIdentity) -> None:
@@ -268,12 +223,7 @@ class JobLock:
     def note_run(self, run: str, url: str | None = None) -> None:
         """Write down which run saves here from now on; flushers and followers go by it.
 
-        Args:
-            run: Token of the run, as its checkpoints have it.
-            url: The job's root on storage; None for a job without.
-
-        Raises:
-            OSError: It can't be written.
+        `url`: the job's root on storage; None for a job without. Raises OSError.
         """
         note = SavingRun(run, url or "")
         write_atomically(self._owner_path, _owner(self._identity, note))
@@ -294,11 +244,7 @@ class JobLock:
 
 
 def job_is_live(directory: str) -> bool:
-    """Return whether a live process holds the job.
-
-    Args:
-        directory: The job's.
-    """
+    """Return whether a live process holds the job."""
     with _guard:
         if directory in _held_here:
             return True  # and opening its lock file here would lose the lock
@@ -324,25 +270,15 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 @dataclass(frozen=True, slots=True)
 class SavingRun:
-    """The run that saves a job on this node, or did last.
+    """The run that saves a job on this node, or did last."""
 
-    Attributes:
-        token: As its checkpoints have it; "" before the first one.
-        url: The job's root on storage; "" for none, and where it isn't known.
-        has_ended: Whether a writer of the run has been closed, rather than killed.
-    """
-
-    token: str = ""
-    url: str = ""
-    has_ended: bool = False
+    token: str = ""  # as its checkpoints have it; "" before the first one
+    url: str = ""  # the job's root on storage; "" for none, and where it isn't known
+    has_ended: bool = False  # whether a writer of the run has been closed, rather than killed
 
 
 def run_in(directory: str) -> SavingRun:
-    """Return what is written down of the run that saves here.
-
-    Args:
-        directory: The job's.
-    """
+    """Return what is written down of the run that saves here."""
     try:
         facts = json.loads(read_bytes(os.path.join(directory, _OWNER)))
         url, has_ended = str(facts.get("url", "")), facts.get("ended") is True
@@ -352,11 +288,7 @@ def run_in(directory: str) -> SavingRun:
 
 
 def saving_run(directory: str) -> str:
-    """Return the token of the run that saves here, or did last; "" before its first checkpoint.
-
-    Args:
-        directory: The job's.
-    """
+    """Return the token of the run that saves here, or did last; "" before its first checkpoint."""
     return run_in(directory).token
 
 

@@ -33,13 +33,8 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Mapping:
     """The first `nbytes` of a file, mapped at a huge-page boundary.
 
-    Args:
-        descriptor: Of the file; it must stay open for as long as the mapping is used.
-        nbytes: More than 0.
-
-    Attributes:
-        address: Of the first byte.
-        buffer: The bytes; they stay mapped until the mapping and its last view are gone.
+    `descriptor`: of the file; it must stay open for as long as the mapping is used. `buffer`: the
+    bytes; they stay mapped until the mapping and its last view are gone.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -57,15 +52,8 @@ class Mapping:
     def populate(self, wanted: Callable[[], bool] | None = None) -> bool:
         """Make every page present and writable; the file's content stays as it is.
 
-        Args:
-            wanted: Asked between steps whether to go on, which this thread does alone; None: use
-                all threads.
-
-        Returns:
-            Whether all pages are present.
-
-        Raises:
-            OSError: There is no room (ENOSPC); pages made by then stay.
+        `wanted`: asked between steps whether to go on, which this thread does alone; None: use all
+        threads. Returns whether all pages are present. Raises OSError.
         """
         # A short step first: it tells whether huge pages are worth while.
         starts = [0, *range(_FIRST_STEP, self.nbytes, _STEP)]

@@ -15,9 +15,6 @@ def stay_near(device: Any) -> None:
     """Keep the calling thread on the CPUs of a GPU's NUMA node, where that is known.
 
     Pages that the thread touches first then lie in the memory that the GPU copies into fastest.
-
-    Args:
-        device: Properties of the GPU, as `torch.cuda.get_device_properties` returns them.
     """
     try:
         near = cpus_near(device) & os.sched_getaffinity(0)
@@ -30,13 +27,7 @@ def stay_near(device: Any) -> None:
 def cpus_near(device: Any) -> set[int]:
     """Return the CPUs of a GPU's NUMA node; none where the machine has no such nodes.
 
-    Args:
-        device: As for `stay_near`.
-
-    Raises:
-        AttributeError: This torch doesn't know the GPU's PCI address.
-        OSError: The system doesn't know the GPU, or its node.
-        ValueError: What the system says of it can't be read.
+    Raises AttributeError, OSError, ValueError.
     """
     address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
     node = int(_read(f"bus/pci/devices/{address}/numa_node"))

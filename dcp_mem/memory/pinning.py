@@ -13,11 +13,7 @@ _pinned: set[tuple[int, int]] = set()
 
 
 def pin(slot: Slot) -> None:
-    """Register a slot's mapping with CUDA, once; where that fails, copies work too, but slower.
-
-    Args:
-        slot: One that isn't mapped is left as it is.
-    """
+    """Register a slot's mapping with CUDA, once; where that fails, copies work too, but slower."""
     if slot.mapping is None or not torch.cuda.is_initialized():
         return
     key = (slot.mapping.address, slot.mapping.nbytes)
@@ -40,12 +36,7 @@ def pin(slot: Slot) -> None:
 
 
 def is_pinned(low: int, high: int) -> bool:
-    """Return whether memory belongs to a slot's mapping that is registered.
-
-    Args:
-        low: Address of a byte.
-        high: Address of another one behind it.
-    """
+    """Return whether memory belongs to a slot's mapping that is registered."""
     return any(start <= low and high < start + nbytes for start, nbytes in tuple(_pinned))
 
 

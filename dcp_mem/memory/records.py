@@ -22,9 +22,6 @@ class LocalHistory:
     """`checkpointHistories.csv` in a job's directory.
 
     A row for each checkpoint that has left memory, or whose flush has ended.
-
-    Args:
-        directory: The job's.
     """
 
     def __init__(self, directory: str) -> None:
@@ -43,8 +40,7 @@ class LocalHistory:
 
         Where memory is full, the row is lost; that is logged.
 
-        Args:
-            row: Of a checkpoint that has left memory, or whose flush has ended.
+        `row`: of a checkpoint that has left memory, or whose flush has ended.
         """
         try:
             with in_turn(self._directory):  # the agent and the trainers all write to it
@@ -63,10 +59,8 @@ class LocalHistory:
     ) -> None:
         """Add that a checkpoint leaves memory; one that is still pending never becomes durable.
 
-        Args:
-            checkpoint: As it was in memory.
-            reason: Goes into the row of one that is pending, or was skipped, without an error.
-            outcome: Of one that is pending, unless its flush has failed: then it failed.
+        `reason`: goes into the row of one that is pending, or was skipped, without an error.
+        `outcome`: of one that is pending, unless its flush has failed: then it failed.
         """
         flush = checkpoint.flush
         if checkpoint.pending and not flush.error:
@@ -84,11 +78,7 @@ class LocalHistory:
         return any(row.save_id == save_id and row.outcome == Outcome.DELETED for row in self.rows())
 
     def note_deleted(self, names: Collection[str]) -> None:
-        """Note that durable checkpoints of these names have left storage.
-
-        Args:
-            names: Checkpoint ids.
-        """
+        """Note that durable checkpoints of these names have left storage."""
         for row in self.rows() if names else ():
             if row.name in names and row.outcome == Outcome.DURABLE:
                 self.add(replace(row, outcome=Outcome.DELETED))

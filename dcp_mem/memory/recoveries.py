@@ -14,11 +14,7 @@ _MOST_RECORDS = 1_000
 
 
 def recoveries_in(memory: JobMemory) -> list[RecoveryRecord]:
-    """Return the records, in the order of time.
-
-    Args:
-        memory: The job's.
-    """
+    """Return the records, in the order of time."""
     try:
         return merge_recoveries(from_lines(files.read_bytes(_path(memory))), most=_MOST_RECORDS)
     except FileNotFoundError:
@@ -28,12 +24,7 @@ def recoveries_in(memory: JobMemory) -> list[RecoveryRecord]:
 def add_recovery(memory: JobMemory, recovery: RecoveryRecord) -> None:
     """Add a record; others are kept as they are, unread, since every load waits for this.
 
-    Args:
-        memory: The job's.
-        recovery: The oldest records make room for it.
-
-    Raises:
-        OSError, MemoryBudgetExceeded: It can't be written.
+    Raises OSError, MemoryBudgetExceeded.
     """
     with in_turn(memory.directory):
         try:

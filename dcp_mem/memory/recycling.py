@@ -21,10 +21,6 @@ def retire(path: str, slots: str) -> None:
     slot. Who claims slots leaves out those with several names, should one be given just now.
 
     A process that still reads or flushes the segment has a lease, under which no slot is claimed.
-
-    Args:
-        path: Of the segment, or of parity.
-        slots: The job's directory of free slots.
     """
     with contextlib.suppress(FileNotFoundError):
         if os.lstat(path).st_nlink > 1:
@@ -42,12 +38,9 @@ def remove_unlisted(
     2. Where some are staged or held, end here: their process needs the files around them.
     3. Other files that no manifest lists are removed, and the directory where nothing is left.
 
-    Args:
-        directory: The checkpoint's; the caller holds its turn.
-        slots: The job's directory of free slots.
-        manifests: Those that lie in the directory.
-        own: Names of the files under `.dcp_mem`, as they were before the manifests were read. What
-            has come since is left alone: a save may publish at any time.
+    `directory`: the checkpoint's; the caller holds its turn. `own`: names of the files under
+    `.dcp_mem`, as they were before the manifests were read. What has come since is left alone: a
+    save may publish at any time.
     """
     save_ids = {manifest.save_id for manifest in manifests}
     # Listed later than `own`: a save puts its segments in place before anything else.
@@ -70,8 +63,7 @@ def remove_unlisted(
 def drop_free_slots(slots: str) -> None:
     """Give the memory of free slots back to the system, but for those that a process holds.
 
-    Args:
-        slots: The job's directory of free slots; there is nothing to do where it is gone.
+    `slots`: the job's directory of free slots; there is nothing to do where it is gone.
     """
     with contextlib.suppress(FileNotFoundError), in_turn(slots):
         for entry in files_in(slots):

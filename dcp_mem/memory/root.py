@@ -14,16 +14,7 @@ from dcp_mem.errors import MemoryRootRefused, MemoryUnavailable
 def open_root(path: str) -> str:
     """Make the memory root (0700) where it is missing; check that it is this user's alone.
 
-    Args:
-        path: Its parent must exist.
-
-    Raises:
-        MemoryRootRefused: It belongs to another user, others may write to it, or a symlink leads to
-            it.
-        MemoryUnavailable: It can't be made.
-
-    Returns:
-        Its path.
+    `path`: its parent must exist. Raises MemoryRootRefused, MemoryUnavailable.
     """
     existed = os.path.lexists(path)
     if not existed:
@@ -74,11 +65,7 @@ def _make(path: str) -> None:
 def private_directory(path: str) -> str:
     """Make a directory (0700) under the root, if it is missing, and return its path.
 
-    Args:
-        path: Of the directory; its parent must exist.
-
-    Raises:
-        MemoryRootRefused: Something else lies there, or it belongs to another user.
+    `path`: of the directory; its parent must exist. Raises MemoryRootRefused.
     """
     try:
         os.mkdir(path, 0o700)
@@ -95,11 +82,7 @@ def private_directory(path: str) -> str:
 def node_id(root: str) -> str:
     """Return the id of the root's node: ranks that read the same id share a tmpfs.
 
-    Args:
-        root: The memory root.
-
-    Raises:
-        MemoryBudgetExceeded: Its file system is full.
+    Raises MemoryBudgetExceeded.
     """
     path = os.path.join(root, ".node")
     try:
@@ -110,11 +93,7 @@ def node_id(root: str) -> str:
 
 
 def file_system(path: str) -> str:
-    """Return the type of the file system that holds a path; "" where the system doesn't tell.
-
-    Args:
-        path: An absolute one; symlinks in it aren't followed.
-    """
+    """Return the type of the file system that holds a path; "" where the system doesn't tell."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
             mounts = [line.split() for line in stream]

@@ -21,37 +21,27 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(eq=False, kw_only=True)
 class Slot:
-    """One slot that this process has open.
+    """One slot that this process has open."""
 
-    Attributes:
-        path: Where it lies: among the free slots, or as a segment.
-        descriptor: Carries a lease for as long as it is open: exclusive while staging, shared
-            afterwards. -1: closed.
-        capacity: Size of its file.
-        inode: By which it is recognised wherever it lies.
-        frames: Key of the heads and tails that it holds; "": of none.
-        mapping: Has all its pages present; None where nothing is mapped.
-        on_unmap: Called before the mapping goes.
-        busy: Whether a thread of this process has claimed it or prefaults it; the process's own
-            lease doesn't tell.
-        links: Where it lies as a segment of several checkpoints.
-        claims: How often this process has claimed it; since the last time, its bytes are the same.
-        holds: Of those in this process that rely on its bytes; nobody here claims it meanwhile.
-        is_received: Whether another process has sent it, and holds it.
-    """
-
-    path: str
+    path: str  # where it lies: among the free slots, or as a segment
+    # carries a lease for as long as it is open: exclusive while staging, shared afterwards. -1:
+    # closed
     descriptor: int
     capacity: int
-    inode: int
-    frames: str = ""
-    mapping: Mapping | None = None
+    inode: int  # by which it is recognised wherever it lies
+    frames: str = ""  # key of the heads and tails that it holds; "": of none
+    mapping: Mapping | None = None  # has all its pages present; None where nothing is mapped
     on_unmap: list[Callable[[], None]] = field(default_factory=list)
+    # whether a thread of this process has claimed it or prefaults it; the process's own lease
+    # doesn't tell
     busy: bool = True
+    # where it lies as a segment of several checkpoints
     links: list[str] = field(default_factory=list)
+    # how often this process has claimed it; since the last time, its bytes are the same
     claims: int = 1
+    # of those in this process that rely on its bytes; nobody here claims it meanwhile
     holds: set[SlotHold] = field(default_factory=set)
-    is_received: bool = False
+    is_received: bool = False  # whether another process has sent it, and holds it
 
     @property
     def address(self) -> int:
@@ -62,13 +52,9 @@ class Slot:
     def map(self, nbytes: int, room: int, wanted: Callable[[], bool] | None = None) -> None:
         """Map at least `nbytes` with every page present, unless they are mapped already.
 
-        Args:
-            nbytes: At least so many are mapped.
-            room: A new mapping is of this capacity, or of the slot's own if that is more.
-            wanted: Asked now and then whether to go on; where it says no, the slot stays unmapped.
-
-        Raises:
-            MemoryBudgetExceeded: A slot that was mapped before keeps the capacity that it had.
+        `room`: a new mapping is of this capacity, or of the slot's own if that is more. `wanted`:
+        asked now and then whether to go on; where it says no, the slot stays unmapped. Raises
+        MemoryBudgetExceeded.
         """
         had = 0 if self.mapping is None else self.mapping.nbytes
         if had and had >= nbytes:
@@ -90,11 +76,7 @@ class Slot:
     def reserve(self, nbytes: int) -> None:
         """Make room for `nbytes` in all, of which the mapping may be a part.
 
-        Args:
-            nbytes: From the beginning of the slot.
-
-        Raises:
-            MemoryBudgetExceeded: There is no room.
+        Raises MemoryBudgetExceeded.
         """
         if nbytes > self.capacity:
             wanted = file_size_for(nbytes)
@@ -107,12 +89,7 @@ class Slot:
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write bytes outside the mapped part, for which there is room.
 
-        Args:
-            offset: In the slot, in bytes.
-            data: The bytes.
-
-        Raises:
-            MemoryBudgetExceeded: There was none after all.
+        `offset`: in the slot, in bytes. Raises MemoryBudgetExceeded.
         """
         view = memoryview(data)
         while view:
@@ -125,12 +102,7 @@ class Slot:
     def write_on(self, offset: int, data: bytes | memoryview) -> None:
         """Write bytes outside the mapped part, and let the slot grow for them.
 
-        Args:
-            offset: In the slot, in bytes.
-            data: The bytes.
-
-        Raises:
-            MemoryBudgetExceeded: There is no room.
+        `offset`: in the slot, in bytes. Raises MemoryBudgetExceeded.
         """
         self.write_at(offset, data)
         self.capacity = max(self.capacity, offset + len(data))
@@ -146,20 +118,12 @@ class Slot:
         ) from None
 
     def shrink(self, nbytes: int) -> None:
-        """Give back memory far beyond `nbytes`, where the plan has become much smaller.
-
-        Args:
-            nbytes: Length of the segment to come.
-        """
+        """Give back memory far beyond `nbytes`, where the plan has become much smaller."""
         if is_too_large(self.capacity, nbytes):
             self.cut(nbytes)
 
     def cut(self, nbytes: int) -> None:
-        """Give back all memory that a segment of so many bytes doesn't take.
-
-        Args:
-            nbytes: Length of the segment to come.
-        """
+        """Give back all memory that a segment of so many bytes doesn't take."""
         wanted = file_size_for(nbytes)
         if os.fstat(self.descriptor).st_size > wanted:
             self.unmap()
@@ -177,12 +141,7 @@ class Slot:
         return facts.st_blocks * 512 >= facts.st_size
 
     def set_aside(self, nbytes: int, room: int) -> None:
-        """Have the file's size tell others that memory will be taken, if `map` will take any.
-
-        Args:
-            nbytes: As given to `map`.
-            room: As given to `map`.
-        """
+        """Have the file's size tell others that memory will be taken, if `map` will take any."""
         is_mapped = self.mapping is not None and self.mapping.nbytes >= nbytes
         if not is_mapped and os.fstat(self.descriptor).st_size < room:
             os.ftruncate(self.descriptor, capacity_for(room))
@@ -232,11 +191,7 @@ def nameless_slot(directory: str) -> Slot:
 
     So a process that is killed leaves nothing of it behind. It can't become a segment.
 
-    Args:
-        directory: In the file system that the memory is taken of.
-
-    Raises:
-        OSError: The file system has no files without a name; tmpfs has.
+    Raises OSError.
     """
     descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return Slot(
@@ -248,12 +203,7 @@ def nameless_slot(directory: str) -> Slot:
 
 
 class SlotHold:
-    """Keeps this process from claiming a slot, until `end`; ending it twice is fine.
-
-    Args:
-        slot: The slot.
-        guard: Of the pool.
-    """
+    """Keeps this process from claiming a slot, until `end`; ending it twice is fine."""
 
     def __init__(self, slot: Slot, guard: threading.RLock) -> None:
         self._slot, self._guard = slot, guard

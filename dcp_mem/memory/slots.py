@@ -38,9 +38,6 @@ class SlotPool:
     Any thread may call anything at any time, but for `close`, which comes when nothing is claimed.
     A slot belongs to the thread that has claimed it, until that shares or abandons it: nobody else
     writes to it, unmaps or closes it.
-
-    Args:
-        directory: The job's directory of free slots.
     """
 
     def __init__(self, directory: str) -> None:
@@ -56,13 +53,8 @@ class SlotPool:
         Preferred is a slot that holds these frames already, then one that is mapped, then the one
         of nearest size.
 
-        Args:
-            nbytes: It has room for so many.
-            frames: Key of heads and tails.
-            mapped: At least so many are mapped, with every page present; None: all.
-
-        Raises:
-            MemoryBudgetExceeded: There is no room.
+        `mapped`: at least so many are mapped, with every page present; None: all. Raises
+        MemoryBudgetExceeded.
         """
         slot = self.take(nbytes, frames)
         try:
@@ -77,9 +69,7 @@ class SlotPool:
     def take(self, nbytes: int, frames: str) -> Slot:
         """Return the slot that `claim` would take, without making room in it.
 
-        Args:
-            nbytes: A slot of about this size is preferred.
-            frames: Key of heads and tails; a slot that holds them is preferred.
+        `frames`: key of heads and tails; a slot that holds them is preferred.
         """
         with self._guard, in_turn(self._directory):
             return self._claim_free(nbytes, frames) or self._create()
@@ -93,9 +83,6 @@ class SlotPool:
         """Keep the free slots that claims in this order will take; give back all other memory.
 
         The slots that stay are cut to what the claims need. Slots that no process holds count.
-
-        Args:
-            needs: What this process is about to claim.
         """
         with self._guard, in_turn(self._directory):
             for one in self._free():
@@ -119,25 +106,14 @@ class SlotPool:
             return len(self._free())
 
     def seal(self, slot: Slot, path: str) -> None:
-        """Give a slot its name as a segment: it isn't written again until it is claimed again.
-
-        Args:
-            slot: The caller's own.
-            path: Of the segment, in the same file system.
-        """
+        """Give a slot its name as a segment: it isn't written again until it is claimed again."""
         os.rename(slot.path, path)
         slot.path = path
 
     def link(self, slot: Slot, claims: int, path: str) -> bool:
         """Give a sealed slot one more name, as a segment of another checkpoint.
 
-        Args:
-            slot: This process's, and shared.
-            claims: As `slot.claims` was when its bytes were known.
-            path: Of the segment, in the same file system.
-
-        Returns:
-            False where its bytes aren't those any more, or are gone.
+        Returns False where its bytes aren't those any more, or are gone.
         """
         with self._guard:  # meanwhile no thread here claims it, and its lease keeps others out
             if slot.claims != claims or slot.busy or self._open.get(slot.inode) is not slot:
@@ -158,12 +134,7 @@ class SlotPool:
             return True
 
     def unlink(self, slot: Slot, path: str) -> None:
-        """Take back a name that `link` has given; with its last name the slot becomes free.
-
-        Args:
-            slot: This process's, and shared.
-            path: As given to `link`.
-        """
+        """Take back a name that `link` has given; with its last name the slot becomes free."""
         with self._guard:
             if _lies_at(slot, path):
                 retire(path, self._directory)
@@ -172,44 +143,26 @@ class SlotPool:
     def hold(self, slot: Slot, claims: int) -> SlotHold | None:
         """Keep a sealed slot from being claimed in this process, until the hold is ended.
 
-        Args:
-            slot: This process's, and shared.
-            claims: As `slot.claims` was when its bytes were known.
-
-        Returns:
-            None where its bytes aren't those any more, or are gone.
+        Returns None where its bytes aren't those any more, or are gone.
         """
         with self._guard:
             return SlotHold(slot, self._guard) if self.has_bytes(slot, claims) else None
 
     def has_bytes(self, slot: Slot, claims: int) -> bool:
-        """Return whether a sealed slot still has the bytes that it had.
-
-        Args:
-            slot: This process's.
-            claims: As `slot.claims` was then.
-        """
+        """Return whether a sealed slot still has the bytes that it had."""
         with self._guard:
             is_known = slot.claims == claims and self._open.get(slot.inode) is slot
             return is_known and os.fstat(slot.descriptor).st_nlink > 0
 
     def share(self, slot: Slot) -> None:
-        """Let readers and the agent in; no other process claims the slot meanwhile.
-
-        Args:
-            slot: The caller's own.
-        """
+        """Let readers and the agent in; no other process claims the slot meanwhile."""
         with self._guard:
             slot.busy = False
             if slot.descriptor >= 0 and not share(slot.descriptor):
                 self._forget(slot)
 
     def abandon(self, slot: Slot) -> None:
-        """Make a free slot of one whose staging has failed, wherever it lies by now.
-
-        Args:
-            slot: The caller's own.
-        """
+        """Make a free slot of one whose staging has failed, wherever it lies by now."""
         is_free = os.path.dirname(slot.path) == self._directory and not slot.path.endswith(_SENT)
         if not is_free and _lies_at(slot, slot.path):
             with contextlib.suppress(FileNotFoundError):  # evicted just now: it is a slot already
@@ -218,11 +171,7 @@ class SlotPool:
         self.let_go(slot)
 
     def let_go(self, slot: Slot) -> None:
-        """Leave a slot that was received to the process that has sent it; nothing for another one.
-
-        Args:
-            slot: Of a checkpoint that is complete, or abandoned.
-        """
+        """Leave a slot that was received to the process that has sent it."""
         if slot.is_received:
             self._forget(slot)
 
@@ -232,11 +181,7 @@ class SlotPool:
         The slot stays the caller's, to be abandoned once that process is done with it, whether it
         has sealed it or not.
 
-        Args:
-            slot: The caller's own. Nothing writes into it any more.
-
-        Raises:
-            FileNotFoundError: The pool was closed, or settled, and has given the slot up.
+        `slot`: the caller's own. Nothing writes into it any more. Raises FileNotFoundError.
         """
         with self._guard:
             if self._open.get(slot.inode) is not slot:
@@ -257,12 +202,7 @@ class SlotPool:
 
         It is held here, too, until it is let go: its sender may be closed, or killed, meanwhile.
 
-        Args:
-            path: As `send` returned it.
-
-        Raises:
-            FileNotFoundError: The process that sent it has taken it back.
-            BlockingIOError: Another process has locked it.
+        Raises FileNotFoundError, BlockingIOError.
         """
         descriptor = open_leased(path)
         facts = os.fstat(descriptor)
@@ -281,11 +221,7 @@ class SlotPool:
         return slot
 
     def take_back(self, is_listed: Callable[[str], bool]) -> None:
-        """Make free slots of this process's segments that no complete checkpoint lists.
-
-        Args:
-            is_listed: Returns whether the segment at a path is listed.
-        """
+        """Make free slots of this process's segments that no complete checkpoint lists."""
         with self._guard:
             for slot in list(self._open.values()):
                 sealed = _is_idle(slot) and os.path.dirname(slot.path) != self._directory
@@ -314,13 +250,8 @@ class SlotPool:
 
         Ends silently where memory is full.
 
-        Args:
-            count: Of free slots that this process could claim.
-            nbytes: Mapped in each new slot.
-            prepare: Called with each new slot once it is mapped.
-            wanted: Asked now and then whether to go on.
-            has_room: Tells whether so many bytes more may be taken. No other process is asked, or
-                sets memory aside, meanwhile.
+        `has_room`: tells whether so many bytes more may be taken. No other process is asked, or
+        sets memory aside, meanwhile.
         """
         while wanted() and self.free_count() < count:
             with self._guard, in_turn(self._directory):
@@ -359,8 +290,7 @@ class SlotPool:
     def drop_larger(self, nbytes: int) -> None:
         """Give the memory of this process's large free slots back to the system.
 
-        Args:
-            nbytes: Slots with more bytes present go.
+        `nbytes`: slots with more bytes present go.
         """
         with self._guard, in_turn(self._directory):
             for one in self._free():
@@ -379,11 +309,7 @@ class SlotPool:
                     self._forget(slot)
 
     def close(self, *, keep_free: bool = False) -> None:
-        """Unmap everything; delete this process's free slots unless they are to be kept.
-
-        Args:
-            keep_free: Leave the free slots to a later process.
-        """
+        """Unmap everything; delete this process's free slots unless they are to be kept."""
         with self._guard, contextlib.ExitStack() as ends:  # of each one, whatever another raises
             for slot in list(self._open.values()):
                 ends.callback(self._end, slot, keep_free=keep_free)

@@ -22,14 +22,9 @@ def put_stock_metadata(
 
     No other reader gets at the segments of other nodes.
 
-    Args:
-        directory: The checkpoint's; the caller holds its turn.
-        manifest: Of the checkpoint.
-        template: Of the checkpoint's catalog; None: it is made of the catalog in the directory.
-
-    Raises:
-        FileNotFoundError, ManifestInvalid: The catalog is missing or damaged.
-        MemoryBudgetExceeded: Memory is full.
+    `directory`: the checkpoint's; the caller holds its turn. `template`: of the checkpoint's
+    catalog; None: it is made of the catalog in the directory. Raises FileNotFoundError,
+    ManifestInvalid, MemoryBudgetExceeded.
     """
     if len(manifest.nodes) > 1:
         return
@@ -48,13 +43,8 @@ def put_stock_metadata(
 def lend_stock_metadata(directory: str, manifest: Manifest) -> None:
     """Put `.metadata` beside links to all segments of a checkpoint, of whichever nodes they are.
 
-    Args:
-        directory: The links'; the caller's alone.
-        manifest: Of the checkpoint.
-
-    Raises:
-        FileNotFoundError, ManifestInvalid: The catalog is missing or damaged.
-        MemoryBudgetExceeded: Memory is full.
+    `directory`: the links'; the caller's alone. Raises FileNotFoundError, ManifestInvalid,
+    MemoryBudgetExceeded.
     """
     target = os.path.join(directory, names.metadata_file(manifest.scope))
     try:
@@ -66,12 +56,7 @@ def lend_stock_metadata(directory: str, manifest: Manifest) -> None:
 
 
 def has_stock_metadata(directory: str, manifest: Manifest) -> bool:
-    """Return whether the `.metadata` that lies in the directory is that of this checkpoint.
-
-    Args:
-        directory: The checkpoint's.
-        manifest: Of the checkpoint.
-    """
+    """Return whether the `.metadata` that lies in the directory is that of this checkpoint."""
     target = os.path.join(directory, names.metadata_file(manifest.scope))
     try:
         return os.path.samefile(_own_path(directory, manifest), target)

@@ -16,12 +16,7 @@ _CLOSE_SECONDS = 60.0
 
 
 class StockMetadataThread:
-    """Puts `.metadata` beside checkpoints, in the order in which they were saved.
-
-    Args:
-        memory: The job's.
-        catalogs: Those of the same job.
-    """
+    """Puts `.metadata` beside checkpoints, in the order in which they were saved."""
 
     def __init__(self, memory: JobMemory, catalogs: Catalogs) -> None:
         self._memory, self._catalogs = memory, catalogs
@@ -31,11 +26,7 @@ class StockMetadataThread:
         self._thread.start()
 
     def add(self, manifest: Manifest) -> None:
-        """Have `.metadata` put beside this checkpoint soon, if it lies on one node alone.
-
-        Args:
-            manifest: Of a COMPLETE checkpoint.
-        """
+        """Have `.metadata` put beside this checkpoint soon, if it lies on one node alone."""
         if len(manifest.nodes) == 1:
             self._queue.put(manifest)
 

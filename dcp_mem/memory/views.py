@@ -31,10 +31,7 @@ def mapped(descriptor: int, start: int, nbytes: int) -> memoryview:
     Huge pages are mapped as such, which costs next to nothing; pages of 4 KiB cost as much as
     hashing.
 
-    Args:
-        descriptor: Of the file, which may be closed afterwards.
-        start: At a page boundary.
-        nbytes: More than 0.
+    `descriptor`: of the file, which may be closed afterwards.
     """
     return lent(descriptor, start, nbytes).toreadonly()
 
@@ -44,22 +41,14 @@ def lent(descriptor: int, start: int, nbytes: int) -> memoryview:
 
     For functions that take no read-only buffer although they only read: a write is SIGSEGV.
 
-    Args:
-        descriptor: Of the file, which may be closed afterwards.
-        start: At a page boundary.
-        nbytes: More than 0.
+    `descriptor`: of the file, which may be closed afterwards.
     """
     address = map_aligned(descriptor, nbytes, start, mmap.PROT_READ)
     return memoryview(kept_while_seen(address, nbytes)).cast("B")
 
 
 def kept_while_seen(address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """Return a mapping's bytes; it is unmapped with the last view of them.
-
-    Args:
-        address: Of the first byte, as `map_aligned` returned it.
-        nbytes: Length of the mapping.
-    """
+    """Return a mapping's bytes; it is unmapped with the last view of them."""
     buffer = (ctypes.c_ubyte * nbytes).from_address(address)
     end = weakref.finalize(buffer, _libc.munmap, address, nbytes)
     end.atexit = False  # views may still be in use then
@@ -67,26 +56,14 @@ def kept_while_seen(address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
 
 
 def view_of(address: int, nbytes: int) -> memoryview:
-    """Return memory at an address as bytes; it must outlive the view.
-
-    Args:
-        address: Of the first byte.
-        nbytes: Length of the view.
-    """
+    """Return memory at an address as bytes; it must outlive the view."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def fill(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Fill buffers, one after the other, with a file's bytes.
 
-    Args:
-        descriptor: Of the file.
-        buffers: Memory to fill; all of it.
-        offset: Of the first byte.
-
-    Raises:
-        EOFError: The file is shorter.
-        OSError: As the system does.
+    Raises EOFError, OSError.
     """
     if os.preadv(descriptor, buffers, offset) == sum(map(len, buffers)):
         return
@@ -103,14 +80,7 @@ def map_aligned(descriptor: int, nbytes: int, start: int, protection: int) -> in
 
     Elsewhere the kernel can't map them as huge pages.
 
-    Args:
-        descriptor: Of the file.
-        nbytes: Length of the mapping.
-        start: Offset in the file.
-        protection: As mmap takes it.
-
-    Raises:
-        OSError: The kernel refuses.
+    Raises OSError.
     """
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     room_nbytes = nbytes + 2 * HUGE

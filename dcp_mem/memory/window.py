@@ -22,10 +22,6 @@ class Window:
 
     Its file's name is removed once every rank has opened it. After a kill before that, the next
     load on the node removes it.
-
-    Args:
-        path: As `window_path` returns it.
-        nbytes: Length of the window.
     """
 
     def __init__(self, path: str, nbytes: int) -> None:
@@ -44,28 +40,15 @@ class Window:
 
 
 def window_path(root: str, token: str) -> str:
-    """Return the path of a load's window, by the token that its ranks share.
-
-    Args:
-        root: The memory root.
-        token: That the load's ranks share.
-    """
+    """Return the path of a load's window, by the token that its ranks share."""
     return os.path.join(root, _PREFIX + token)
 
 
 def make_window(root: str, token: str, nbytes: int) -> int:
     """Make a window's file, with all its pages.
 
-    Args:
-        root: The memory root.
-        token: That the load's ranks share.
-        nbytes: Length of the window.
-
-    Returns:
-        A descriptor for `remove_window`. Its lease keeps other loads from removing the file.
-
-    Raises:
-        MemoryBudgetExceeded: The tmpfs has no room for it.
+    Returns a descriptor for `remove_window`. Its lease keeps other loads from removing the file.
+    Raises MemoryBudgetExceeded.
     """
     descriptor = _leased_file(window_path(root, token))
     try:
@@ -83,13 +66,7 @@ def make_window(root: str, token: str, nbytes: int) -> int:
 
 
 def remove_window(root: str, token: str, descriptor: int) -> None:
-    """Remove a window's name; ranks that have opened it keep it.
-
-    Args:
-        root: The memory root.
-        token: That the load's ranks share.
-        descriptor: As `make_window` returned it; it is closed.
-    """
+    """Remove a window's name; ranks that have opened it keep it."""
     remove(window_path(root, token))
     end_lease(descriptor)
     os.close(descriptor)
@@ -120,9 +97,6 @@ def room_for_window(root: str) -> int:
     """Return the bytes of tmpfs that a load may take for a while: a part of what is free.
 
     Windows of loads that were killed are removed first.
-
-    Args:
-        root: The memory root.
     """
     _remove_dead_windows(open_root(root))
     return free_bytes(root) // 4

@@ -48,11 +48,7 @@ _LEAST_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A grid line with its label.
-
-    Attributes:
-        at: Its coordinate.
-    """
+    """A grid line with its label."""
 
     at: float
     label: str
@@ -69,8 +65,7 @@ class Times:
     def around(cls, moments: Iterable[float]) -> Times:
         """Return an axis that has all these moments on it, with some room at both ends.
 
-        Args:
-            moments: Seconds since the epoch, in any order; may be empty.
+        `moments`: seconds since the epoch, in any order; may be empty.
         """
         found = list(moments)
         first, last = min(found, default=0.0), max(found, default=1.0)
@@ -80,8 +75,7 @@ class Times:
     def at(self, moment: float) -> float:
         """Return the coordinate of a moment.
 
-        Args:
-            moment: Seconds since the epoch; moments outside of the axis go to its ends.
+        `moment`: seconds since the epoch; moments outside of the axis go to its ends.
         """
         share = (moment - self.first) / (self.last - self.first)
         return LEFT + min(max(share, 0.0), 1.0) * (RIGHT - LEFT)
@@ -109,14 +103,7 @@ def _clock(moment: float, interval: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened, as a bar.
-
-    Attributes:
-        at: Its left edge.
-        width: Its width.
-        kind: How it is drawn.
-        title: What it says when pointed at.
-    """
+    """Something that happened, as a bar."""
 
     at: float
     width: float
@@ -135,14 +122,8 @@ def marks(
     In paths, events that lie side by side are one bar, and a column that several kinds share is
     divided among them.
 
-    Args:
-        times: The axis.
-        events: (begin, end, kind, title) of each.
-        least_width: Width of the narrowest bar.
-        seen: A kind that gets enough of every column to be seen.
-
-    Returns:
-        The marks, and the paths by kind; one of the two is empty.
+    `seen`: a kind that gets enough of every column to be seen. Returns the marks, and the paths by
+    kind; one of the two is empty.
     """
     if len(events) <= _FEW:
         return [
@@ -199,17 +180,10 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values over time.
+    """Values over time."""
 
-    Attributes:
-        line: Data of an SVG path through the values, or through the medians of stretches of time.
-        band: Data of an SVG path around the values of each stretch, where there are too many for
-            dots.
-        dots: The values, where they are few.
-        ticks: Labels of the axis of values.
-    """
-
-    line: str
+    line: str  # data of an SVG path through the values, or through the medians of stretches of time
+    # data of an SVG path around the values of each stretch, where there are too many for dots
     band: str
     dots: tuple[Dot, ...]
     ticks: tuple[Tick, ...]
@@ -226,14 +200,9 @@ def series(
 ) -> Series:
     """Lay out a chart of values.
 
-    Args:
-        times: The axis of time.
-        values: (moment, value) of each.
-        height: The chart's height.
-        shown: Returns a value as text.
-        base: 1024 for labels that are round in bytes.
-        breaks: Moments over which no line is drawn, ascending.
-        is_from_zero: Whether the axis begins at 0; else at the least value, which may be negative.
+    `base`: 1024 for labels that are round in bytes. `breaks`: moments over which no line is drawn,
+    ascending. `is_from_zero`: whether the axis begins at 0; else at the least value, which may be
+    negative.
     """
     greatest = max((value for _, value in values), default=0.0)
     least = 0.0 if is_from_zero else min((value for _, value in values), default=0.0)

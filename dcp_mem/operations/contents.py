@@ -29,14 +29,7 @@ from dcp_mem.storage.listing import get_parsed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor of a checkpoint.
-
-    Attributes:
-        dtype: As torch prints it, without "torch.".
-        shape: Of the whole tensor.
-        shards: How many pieces were saved.
-        nbytes: Of all pieces.
-    """
+    """A tensor of a checkpoint."""
 
     name: str
     dtype: str
@@ -47,11 +40,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ByteItem:
-    """Anything that is no tensor, pickled.
-
-    Attributes:
-        nbytes: Of the pickle, in its file form.
-    """
+    """Anything that is no tensor, pickled."""
 
     name: str
     nbytes: int
@@ -59,36 +48,26 @@ class ByteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentFile:
-    """One rank's file.
-
-    Attributes:
-        node: The node that saved it; "" for a checkpoint that torch wrote.
-        places: Where it lies, as far as this node can see: MEMORY, STORAGE, both or none.
-    """
+    """One rank's file."""
 
     file: str
     rank: int
-    node: str
+    node: str  # the node that saved it; "" for a checkpoint that torch wrote
     nbytes: int
+    # where it lies, as far as this node can see: MEMORY, STORAGE, both or none
     places: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The contents of a checkpoint.
-
-    Attributes:
-        manifests: Files that describe it on storage.
-        nodes: The nodes that saved it.
-        catalog: Key of its catalog; "" where there is none.
-    """
+    """The contents of a checkpoint."""
 
     tensors: tuple[Tensor, ...]
     items: tuple[ByteItem, ...]
     segments: tuple[SegmentFile, ...]
     manifests: tuple[str, ...]
     nodes: tuple[str, ...] = ()
-    catalog: str = ""
+    catalog: str = ""  # key of its catalog; "" where there is none
 
 
 def contents_of(
@@ -96,15 +75,8 @@ def contents_of(
 ) -> Contents:
     """Return what a checkpoint consists of, by what lies in memory if it does, else by storage.
 
-    Args:
-        settings: The job's.
-        storage: The job's; None where it has none.
-        checkpoint: From the inventory.
-
-    Raises:
-        SegmentCorrupt: What describes it is damaged wherever it lies.
-        UntrustedMetadata: Its metadata would run code.
-        CheckpointNotFound: It has left since it was listed.
+    `storage`: the job's; None where it has none. Raises SegmentCorrupt, UntrustedMetadata,
+    CheckpointNotFound.
     """
     stored = (
         {entry.name: entry.nbytes for entry in storage.ls(checkpoint.name)}
@@ -185,12 +157,7 @@ def _described(
 
 
 def local_checkpoint_of(settings: Settings, checkpoint: CheckpointStatus) -> LocalCheckpoint | None:
-    """Return the checkpoint in this node's memory; None where it isn't there.
-
-    Args:
-        settings: The job's.
-        checkpoint: From the inventory.
-    """
+    """Return the checkpoint in this node's memory; None where it isn't there."""
     memory = job_memory(settings) if MEMORY in checkpoint.places else None
     found = [] if memory is None else memory.find(checkpoint.name)
     return next((local for local in found if local.manifest.save_id == checkpoint.save_id), None)

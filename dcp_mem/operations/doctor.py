@@ -55,17 +55,12 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked.
-
-    Attributes:
-        found: What it is like.
-        advice: What to do; "" if nothing.
-    """
+    """One thing that was checked."""
 
     name: str
     verdict: Severity
     found: str
-    advice: str = ""
+    advice: str = ""  # what to do; "" if nothing
 
 
 def examine(
@@ -76,10 +71,7 @@ def examine(
     No check raises. On storage, a small object is written under a name of its own, read, and
     deleted.
 
-    Args:
-        memory_root: The memory root.
-        url: The job's root on storage; None to leave storage out.
-        storage_options: For the storage.
+    `url`: the job's root on storage; None to leave storage out.
     """
     memory, agent = (lambda: _memory(memory_root)), (lambda: _agent(memory_root))
     for look in (_versions, memory, _limits, _names, agent):
@@ -418,10 +410,7 @@ def _commits(storage: Storage, key: str) -> Check | None:
 def _has_conditions(storage: Storage, probed: Storage, directory: str) -> Check | None:
     """Check that of two runs at the root, the older one is kept from replacing and deleting.
 
-    Args:
-        storage: The job's root.
-        probed: The directory as a root of its own: what the check leaves there is deleted.
-        directory: Its name.
+    `probed`: the directory as a root of its own: what the check leaves there is deleted.
     """
     try:
         probed.put("old", b"old")

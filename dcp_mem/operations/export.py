@@ -56,14 +56,10 @@ from dcp_mem.storage.routes import open_storage
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result of an export.
-
-    Attributes:
-        files: Paths or keys, in the order in which they were written.
-    """
+    """The result of an export."""
 
     target: str
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # paths or keys, in the order in which they were written
     nbytes: int
 
 
@@ -83,19 +79,8 @@ def export_dcp(
     `.metadata` is written last. What is read from storage is compared with its checksums on the
     way.
 
-    Args:
-        settings: The job's.
-        storage: The job's; None where it has none.
-        checkpoint: From the inventory.
-        target: Path or URL of the new checkpoint.
-        target_options: For the target's storage.
-        observer: Is told of the progress.
-
-    Raises:
-        ConfigError: There is a checkpoint at the target already, or the target can't hold one.
-        SegmentCorrupt: A segment is damaged; no `.metadata` is written then.
-        StorageUnavailable: The job's storage or the target doesn't answer.
-        StorageRefused: The job's storage or the target refuses.
+    `storage`: the job's; None where it has none. Raises ConfigError, SegmentCorrupt,
+    StorageUnavailable, StorageRefused.
     """
     target = target if "://" in target else os.path.abspath(os.path.expanduser(target))
     parent, _, name = target.rstrip("/").rpartition("/")
@@ -264,15 +249,7 @@ def export_torch(
 ) -> Exported:
     """Write one file for torch.load, nested as the state dict was.
 
-    Args:
-        settings: The job's.
-        checkpoint: From the inventory.
-        target: Path of the file.
-        trust: Unpickle byte items without restrictions, as torch does.
-
-    Raises:
-        ConfigError: The file is there already.
-        UntrustedObject: A byte item would run code, and `trust` is False.
+    Raises ConfigError, UntrustedObject.
     """
     os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
     with (
@@ -311,15 +288,8 @@ def export_safetensors(
 
     The files are called model-0000X-of-0000Y.safetensors. The index is written last.
 
-    Args:
-        settings: The job's.
-        checkpoint: From the inventory.
-        target: Path of the directory.
-        prefix: Only tensors whose names begin with it are written; the names lose it.
-        shard_nbytes: Bytes of a file at most.
-
-    Raises:
-        ConfigError: The directory isn't empty, or the format lacks a dtype.
+    `prefix`: only tensors whose names begin with it are written; the names lose it. `shard_nbytes`:
+    bytes of a file at most. Raises ConfigError.
     """
     if os.path.isdir(target) and os.listdir(target):
         raise ConfigError(f"{target} is not empty: give another directory")
@@ -369,15 +339,7 @@ def export_files(
     Of a name that several ranks have saved, each rank's file is called name@rank. All are compared
     with their checksums.
 
-    Args:
-        settings: The job's.
-        storage: The job's; None where it has none.
-        checkpoint: From the inventory.
-        target: Path of the directory.
-
-    Raises:
-        ConfigError: The checkpoint has tensors, or a file is there already.
-        SegmentCorrupt: A file is damaged wherever it lies.
+    `storage`: the job's; None where it has none. Raises ConfigError, SegmentCorrupt.
     """
     storage = storage if STORAGE in checkpoint.places else None
     found = contents_of(settings, storage, checkpoint)
@@ -416,8 +378,7 @@ def _is_tensor(entry: object) -> bool:
 def _new_file(path: str) -> Iterator[str]:
     """Yield where to write a file; it gets its name once it is whole.
 
-    Raises:
-        ConfigError: The file is there already.
+    Raises ConfigError.
     """
     if os.path.lexists(path):
         raise ConfigError(f"{path} is there already: give another target")

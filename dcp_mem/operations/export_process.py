@@ -49,8 +49,7 @@ class Rejected(DcpMemError):
 class AgentsGate:
     """Lets the export through while the agent doesn't flush, at the job's speed.
 
-    Args:
-        bytes_per_second: The most to send; None for no limit.
+    `bytes_per_second`: the most to send; None for no limit.
     """
 
     def __init__(self, bytes_per_second: int | None) -> None:
@@ -62,11 +61,7 @@ class AgentsGate:
     def wait(self, nbytes: int = 0) -> None:
         """Wait while a flush is under way, and until so many bytes may be sent.
 
-        Args:
-            nbytes: Bytes that are about to be sent.
-
-        Raises:
-            AgentDied: There is no use in going on.
+        Raises AgentDied.
         """
         self._may_go.wait()
         if nbytes:
@@ -75,11 +70,7 @@ class AgentsGate:
             raise AgentDied
 
     def follow(self, words: IO[bytes]) -> None:
-        """Follow the agent's words until they end; then end this process, soon at the latest.
-
-        Args:
-            words: One byte each.
-        """
+        """Follow the agent's words until they end; then end this process, soon at the latest."""
         while word := words.read(1):
             if word == PAUSE:
                 self._may_go.clear()
@@ -94,14 +85,7 @@ class AgentsGate:
 def run(task: ExportTask, gate: AgentsGate) -> Made:
     """Make the export.
 
-    Args:
-        task: Of the agent.
-        gate: Of the agent.
-
-    Raises:
-        CheckpointNotFound: The checkpoint isn't there any more.
-        Rejected: It isn't to be used any more.
-        DcpMemError: The export can't be made, or not now.
+    Raises CheckpointNotFound, Rejected, DcpMemError.
     """
     export = export_of(task.request)
     os.umask(export.umask)

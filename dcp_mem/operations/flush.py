@@ -19,16 +19,12 @@ from dcp_mem.storage.destination import refuse_unusable
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """The result of flushing one checkpoint.
-
-    Attributes:
-        error: Why it isn't durable; "" if it is.
-    """
+    """The result of flushing one checkpoint."""
 
     name: str
     save_id: str
     nbytes: int
-    error: str
+    error: str  # why it isn't durable; "" if it is
 
 
 def promote(settings: Settings, newest: int | None = None, name: str | None = None) -> list[str]:
@@ -37,13 +33,7 @@ def promote(settings: Settings, newest: int | None = None, name: str | None = No
     Only this node is told. Where several nodes hold a checkpoint, each of them must be told, or
     their parts never come.
 
-    Args:
-        settings: The job's.
-        newest: How many of them; all by default.
-        name: Only the checkpoint of this name.
-
-    Raises:
-        ConfigError: The job has no URL.
+    Raises ConfigError.
     """
     if settings.url is None:
         raise ConfigError("nothing can be brought to storage without its URL: give the job's root")
@@ -78,15 +68,8 @@ def flush_now(
     The node's agent does it, with the credentials of this process. Where a live job's own agent
     knows what is pending, it is left to that agent and its credentials.
 
-    Args:
-        settings: The job's.
-        is_promoted: Some of it was promoted, of which the job's agent doesn't know.
-        show: Is told of the progress.
-        timeout: Seconds; None waits for as long as it takes.
-
-    Raises:
-        WaitTimeout: The time ran out.
-        ConfigError: The job has no URL, or one that the agent can't write to.
+    `is_promoted`: some of it was promoted, of which the job's agent doesn't know. `timeout`:
+    seconds; None waits for as long as it takes. Raises WaitTimeout, ConfigError.
     """
     if settings.url is None:
         raise ConfigError("nothing can be brought to storage without its URL: give the job's root")

@@ -54,11 +54,7 @@ _FATES = {  # By the text of a row; a damaged row may hold any text.
 
 
 def fate_of(row: HistoryRow) -> Fate:
-    """Return what became of a checkpoint; FAILED for an outcome that isn't known.
-
-    Args:
-        row: The checkpoint's history row.
-    """
+    """Return what became of a checkpoint; FAILED for an outcome that isn't known."""
     return _FATES.get(row.outcome, Fate.FAILED)
 
 
@@ -66,69 +62,37 @@ def flush_span(row: HistoryRow) -> tuple[float, float] | None:
     """Return when the flush began and ended; None where it never ended well.
 
     Both are in seconds since the epoch. Pauses between attempts are left out.
-
-    Args:
-        row: The checkpoint's history row.
     """
     is_durable = fate_of(row) is Fate.DURABLE and row.durable
     return (row.durable - row.flush_seconds, row.durable) if is_durable else None
 
 
 def flush_throughput(row: HistoryRow) -> float:
-    """Return the bytes per second of the flush, of all nodes together; 0.0 where there was none.
-
-    Args:
-        row: The checkpoint's history row.
-    """
+    """Return the bytes per second of the flush, of all nodes together; 0.0 where there was none."""
     is_known = flush_span(row) is not None and row.flush_seconds > 0
     return row.nbytes / row.flush_seconds if is_known else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A job's past.
-
-    Attributes:
-        job: The job's name.
-        url: Its root on storage; None where storage wasn't asked.
-        checkpoints: A row for each checkpoint, and for each save that never began; oldest first.
-        recoveries: Its loads, oldest first.
-        troubles: Why there may be more than these.
-        in_memory: Save ids of the checkpoints that lie in this node's memory.
-        has_memory: Whether the job has memory on this node.
-    """
+    """A job's past."""
 
     job: str
-    url: str | None
+    url: str | None  # its root on storage; None where storage wasn't asked
+    # a row for each checkpoint, and for each save that never began; oldest first
     checkpoints: tuple[HistoryRow, ...]
-    recoveries: tuple[RecoveryRecord, ...]
-    troubles: tuple[str, ...] = ()
+    recoveries: tuple[RecoveryRecord, ...]  # its loads, oldest first
+    troubles: tuple[str, ...] = ()  # why there may be more than these
+    # save ids of the checkpoints that lie in this node's memory
     in_memory: frozenset[str] = frozenset()
-    has_memory: bool = False
+    has_memory: bool = False  # whether the job has memory on this node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Sums of a history: times in seconds, sizes in bytes.
+    """Sums of a history: times in seconds, sizes in bytes."""
 
-    Attributes:
-        saves: Saves that began. The next six count them by their fate.
-        first: When the first thing happened, since the epoch.
-        last: When the last thing happened, since the epoch.
-        blocked_seconds: How long saves blocked training.
-        blocked_share: The share of that in the time from the first to the last.
-        blocked_median: Per save; 0.0 where there was none, as in the other medians.
-        flushed_nbytes: What reached storage.
-        reused_nbytes: What of that storage copied from earlier checkpoints, as far as the nodes
-            that wrote the history know.
-        flush_median: Seconds of a flush.
-        throughput_median: Bytes per second of a flush.
-        retries: Requests to storage that were repeated.
-        recovery_seconds: What all loads took.
-        recovery_median: What a load took.
-    """
-
-    saves: int
+    saves: int  # Saves that began. The next six count them by their fate.
     durable: int
     memory_only: int
     waiting: int
@@ -136,12 +100,14 @@ class Totals:
     skipped: int
     failed: int
     recoveries: int
-    first: float
-    last: float
+    first: float  # when the first thing happened, since the epoch
+    last: float  # when the last thing happened, since the epoch
     blocked_seconds: float
-    blocked_share: float
-    blocked_median: float
+    blocked_share: float  # the share of that in the time from the first to the last
+    blocked_median: float  # per save; 0.0 where there was none, as in the other medians
     flushed_nbytes: int
+    # what of that storage copied from earlier checkpoints, as far as the nodes that wrote the
+    # history know
     reused_nbytes: int
     flush_median: float
     throughput_median: float
@@ -153,15 +119,7 @@ class Totals:
 def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> History:
     """Return all that is known of a job's past.
 
-    Args:
-        settings: The job's. Without a URL, storage isn't asked.
-        retry_policy: For storage that doesn't answer.
-
-    Raises:
-        StorageUnavailable: Storage doesn't answer.
-        StorageRefused: Storage refuses to be read.
-        MemoryRootRefused: The memory root isn't this user's, or others may write to it.
-        MemoryUnavailable: The memory root can't be opened.
+    Raises StorageUnavailable, StorageRefused, MemoryRootRefused, MemoryUnavailable.
     """
     memory = job_memory(settings)
     local = memory.checkpoints() if memory is not None else []
@@ -191,11 +149,7 @@ def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> 
 
 
 def totals(history: History) -> Totals:
-    """Return the sums of a history; zeros where it is empty.
-
-    Args:
-        history: The job's history.
-    """
+    """Return the sums of a history; zeros where it is empty."""
     checkpoints, recoveries = history.checkpoints, history.recoveries
     saves = [one for one in checkpoints if one.save_id]
     flushes = [one for one in checkpoints if flush_span(one) is not None]
@@ -245,9 +199,7 @@ def _joined(rows: Sequence[HistoryRow], local: Sequence[LocalCheckpoint]) -> lis
 
     The row that says "durable" or "deleted" counts, else the one that is said last.
 
-    Args:
-        rows: Storage's rows, then memory's.
-        local: The checkpoints in memory, whose own records are newer than any row.
+    `local`: the checkpoints in memory, whose own records are newer than any row.
     """
     found: dict[object, HistoryRow] = {}
     for row in [*filter(_is_sane, rows), *map(_row_of, local)]:

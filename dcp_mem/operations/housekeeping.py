@@ -121,17 +121,8 @@ def evict(settings: Settings, name: str) -> tuple[int, str]:
     Its memory goes back to the system, unless a live process holds the job and will save into it
     again.
 
-    Args:
-        settings: The job's.
-        name: The checkpoint's name.
-
-    Returns:
-        The bytes that were freed, and why it is still there: because it is being read or flushed
-        ("" if it is gone).
-
-    Raises:
-        MemoryRootRefused: The memory root isn't this user's, or others may write to it.
-        MemoryUnavailable: The memory root can't be opened.
+    Returns the bytes that were freed, and why it is still there: because it is being read or
+    flushed ("" if it is gone). Raises MemoryRootRefused, MemoryUnavailable.
     """
     memory = job_memory(settings)
     if memory is None:

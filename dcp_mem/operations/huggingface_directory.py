@@ -70,12 +70,7 @@ class Gate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A directory that was made, or was there already.
-
-    Attributes:
-        target: Its path or URL.
-        nbytes: Bytes of its tensors.
-    """
+    """A directory that was made, or was there already."""
 
     target: str
     nbytes: int
@@ -107,17 +102,8 @@ def make_directory(
     5. Put the index, and show the directory.
     6. Delete exports that aren't kept any more.
 
-    Args:
-        settings: The job's.
-        checkpoint: Which one.
-        export: What to make of it.
-        storage: Of `export.to`.
-        gate: Is passed before each batch of reads, and before each part that is put.
-
-    Raises:
-        CheckpointNotFound: The checkpoint isn't there any more, or another save has its name.
-        ConfigError: The export can't be made of this checkpoint.
-        StorageUnavailable, StorageRefused: The job's storage, or that of the export.
+    `gate`: is passed before each batch of reads, and before each part that is put. Raises
+    CheckpointNotFound, ConfigError, StorageUnavailable, StorageRefused.
     """
     token = _token(checkpoint.save_id, export)
     if storage.url.startswith("/"):

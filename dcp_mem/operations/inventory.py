@@ -33,21 +33,13 @@ _GONE = "storage has it no more"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job's part of a node's memory.
+    """A job's part of a node's memory."""
 
-    Attributes:
-        name: The job's name; its directory in the memory root is called so.
-        is_live: A process works for it.
-        nbytes: Bytes that it occupies, free slots included.
-        last_use: When it last saved, in seconds since the epoch.
-        checkpoints: What it has there, newest first.
-    """
-
-    name: str
+    name: str  # the job's name; its directory in the memory root is called so
     is_live: bool
     nbytes: int
-    last_use: float
-    checkpoints: tuple[CheckpointStatus, ...]
+    last_use: float  # when it last saved, in seconds since the epoch
+    checkpoints: tuple[CheckpointStatus, ...]  # what it has there, newest first
 
 
 def list_checkpoints(
@@ -57,15 +49,7 @@ def list_checkpoints(
 
     A checkpoint that lies in both is listed once. No process group is needed.
 
-    Args:
-        settings: The job's. Without a URL, storage isn't asked.
-        retry_policy: For storage that doesn't answer.
-
-    Raises:
-        StorageUnavailable: Storage doesn't answer.
-        StorageRefused: Storage refuses to be read.
-        MemoryRootRefused: The memory root isn't this user's, or others may write to it.
-        MemoryUnavailable: The memory root can't be opened.
+    Raises StorageUnavailable, StorageRefused, MemoryRootRefused, MemoryUnavailable.
     """
     local = in_memory(settings)
     if settings.url is None:
@@ -83,13 +67,7 @@ def list_checkpoints(
 def find(checkpoints: Sequence[CheckpointStatus], name: str, where: str) -> CheckpointStatus:
     """Return the newest checkpoint of a name, or the one of a save id.
 
-    Args:
-        checkpoints: All there are, newest first.
-        name: Checkpoint id or save id.
-        where: Where they were looked for, for the error.
-
-    Raises:
-        CheckpointNotFound: There is none; the error lists those that there are.
+    `checkpoints`: all there are, newest first. Raises CheckpointNotFound.
     """
     return find_all(checkpoints, [name], where)[0]
 
@@ -99,13 +77,7 @@ def find_all(
 ) -> list[CheckpointStatus]:
     """Return for each name or save id what `find` returns.
 
-    Args:
-        checkpoints: All there are, newest first.
-        wanted: Checkpoint ids or save ids.
-        where: Where they were looked for, for the error.
-
-    Raises:
-        CheckpointNotFound: Some of them aren't there; the error names all of these.
+    `checkpoints`: all there are, newest first. Raises CheckpointNotFound.
     """
     known: dict[str, CheckpointStatus] = {}
     for one in checkpoints:
@@ -123,16 +95,8 @@ def find_one(
 ) -> CheckpointStatus:
     """Return what `find` returns, and look at the other checkpoints only where that is needed.
 
-    Args:
-        settings: The job's.
-        name: Checkpoint id or save id.
-        where: Where they were looked for, for the error.
-        retry_policy: For storage that doesn't answer.
-
-    Raises:
-        CheckpointNotFound: There is none; the error lists those that there are.
-        StorageUnavailable, StorageRefused, MemoryRootRefused, MemoryUnavailable: As of
-            `list_checkpoints`.
+    Raises CheckpointNotFound, StorageUnavailable, StorageRefused, MemoryRootRefused,
+    MemoryUnavailable.
     """
     if settings.url is not None and is_checkpoint_name(name):
         storage = open_storage(settings.url, settings.storage_options, retry_policy)
@@ -146,12 +110,7 @@ def find_one(
 def list_jobs(memory_root: str) -> list[Job]:
     """List the jobs that have memory in a root, the one that saved last first.
 
-    Args:
-        memory_root: The root's path.
-
-    Raises:
-        MemoryRootRefused: The memory root isn't this user's, or others may write to it.
-        MemoryUnavailable: The memory root can't be opened.
+    Raises MemoryRootRefused, MemoryUnavailable.
     """
     found = []
     for name in jobs_in(memory_root):
@@ -168,11 +127,7 @@ def list_jobs(memory_root: str) -> list[Job]:
 
 
 def job_memory(settings: Settings) -> JobMemory | None:
-    """Return the job's memory on this node; None where it has none, and none is made.
-
-    Args:
-        settings: The job's, with its memory root.
-    """
+    """Return the job's memory on this node; None where it has none, and none is made."""
     directory = os.path.join(settings.memory_root, settings.job)
     return (
         JobMemory(settings.memory_root, settings.job)
@@ -182,32 +137,20 @@ def job_memory(settings: Settings) -> JobMemory | None:
 
 
 def in_memory(settings: Settings) -> list[CheckpointStatus]:
-    """List the checkpoints in this node's memory, newest first.
-
-    Args:
-        settings: The job's, with its memory root.
-    """
+    """List the checkpoints in this node's memory, newest first."""
     memory = job_memory(settings)
     return [] if memory is None else _of_job(memory)
 
 
 def count_superseded(settings: Settings) -> int:
-    """Return how many checkpoints newer ones have superseded before their flush, on this node.
-
-    Args:
-        settings: The job's, with its memory root.
-    """
+    """Return how many checkpoints newer ones have superseded before their flush, on this node."""
     memory = job_memory(settings)
     rows = [] if memory is None else memory.history()
     return sum(row.outcome == Outcome.SUPERSEDED for row in rows)
 
 
 def on_storage(storage: Storage) -> list[CheckpointStatus]:
-    """List what is committed on storage, newest first; several names are looked at at once.
-
-    Args:
-        storage: The job's.
-    """
+    """List what is committed on storage, newest first; several names are looked at at once."""
     found = in_daemons(lambda name: _under(storage, name), checkpoint_names(storage))
     return stored([one for under in found for one in under])
 
@@ -220,11 +163,7 @@ def _under(storage: Storage, name: str) -> list[StoredCheckpoint]:
 
 
 def stored(found: Sequence[StoredCheckpoint]) -> list[CheckpointStatus]:
-    """Return what a listing of storage has found, newest first.
-
-    Args:
-        found: Committed checkpoints, in any order.
-    """
+    """Return what a listing of storage has found, newest first."""
     return _newest_first([_of_storage(one) for one in found])
 
 
@@ -235,10 +174,6 @@ def merged(
 
     Storage decides what is durable: a checkpoint that memory takes to be durable and that storage
     lacks is complete. That is no damage: retention on storage may have deleted it.
-
-    Args:
-        local: Checkpoints in memory.
-        remote: Checkpoints on storage.
     """
     unmatched = {(one.name, one.save_id, one.scope): one for one in remote}
     found = []

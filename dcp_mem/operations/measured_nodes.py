@@ -31,20 +31,12 @@ Node = TypeVar("Node", bound=MeasuredNode)
 
 
 def slow_among(nodes: Sequence[Node]) -> list[Node]:
-    """Return the nodes that are much slower than the fastest one.
-
-    Args:
-        nodes: All that were measured.
-    """
+    """Return the nodes that are much slower than the fastest one."""
     return [node for node in nodes if node.rate < _SLOW * max(one.rate for one in nodes)]
 
 
 def named(nodes: Sequence[MeasuredNode]) -> str:
-    """Return the names of the first few nodes, and how many more there are.
-
-    Args:
-        nodes: At least one.
-    """
+    """Return the names of the first few nodes, and how many more there are."""
     text = ", ".join(f"{node.host} (rank {node.rank})" for node in nodes[:_MOST_NAMED])
     more = len(nodes) - _MOST_NAMED
     return text + (f" and {more} more" if more > 0 else "")

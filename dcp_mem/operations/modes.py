@@ -11,11 +11,7 @@ Tree = Mapping[str, tuple[int, int]]
 
 
 def missing_directories(path: str) -> list[str]:
-    """Return the directories that an export will make on the way to its target.
-
-    Args:
-        path: Of the target; a URL has none.
-    """
+    """Return the directories that an export will make on the way to its target."""
     found = []
     while path.startswith("/") and not os.path.isdir(path):
         found.append(path)
@@ -24,11 +20,7 @@ def missing_directories(path: str) -> list[str]:
 
 
 def tree_of(top: str) -> Tree:
-    """Return what lies in a tree now.
-
-    Args:
-        top: Its directory, which needn't be there.
-    """
+    """Return what lies in a tree now."""
     return {path: _identity(found) for path, found in _walk(top)}
 
 
@@ -36,11 +28,6 @@ def open_up(directories: Sequence[str], top: str, before: Tree) -> None:
     """Give what was written the modes that the umask asks for, as all other files get.
 
     A job's own directory is private; an export is for others as well.
-
-    Args:
-        directories: That were made on the way.
-        top: Of a tree.
-        before: What lay there before; that keeps its modes.
     """
     mask = os.umask(0o077)
     os.umask(mask)

@@ -37,26 +37,18 @@ _MUCH_FASTER = 4
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNetwork:
-    """One node's view of the network.
-
-    Attributes:
-        rank: Of the process that measured.
-        host: The machine's name.
-        address: Where other ranks reach it.
-        interface: Whose address that is; "" where it isn't known.
-        speed: Of the interface, in bit/s; None where the kernel doesn't know it.
-        faster: Interfaces of this machine that are up and much faster, with their speeds.
-        latency: Median seconds of a small message to the next node, and one from the node before.
-        rate: Median bytes per second to the next node, while as many come from the one before.
-    """
+    """One node's view of the network."""
 
     rank: int
     host: str
     address: str
-    interface: str
-    speed: float | None
+    interface: str  # whose address that is; "" where it isn't known
+    speed: float | None  # of the interface, in bit/s; None where the kernel doesn't know it
+    # interfaces of this machine that are up and much faster, with their speeds
     faster: Sequence[tuple[str, float]]
+    # median seconds of a small message to the next node, and one from the node before
     latency: float = 0.0
+    # median bytes per second to the next node, while as many come from the one before
     rate: float = 0.0
 
 
@@ -68,15 +60,9 @@ def measure_network(
     Each is started with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as
     torchrun does; one on each node is enough.
 
-    Args:
-        transport: What copies go by, to be measured as well; None: nothing of that.
-
-    Returns:
-        What every process found, by rank, of the network and of the transport; on all of them.
-
-    Raises:
-        ConfigError: This process is alone.
-        RankFailed: Another process is gone, or doesn't come in two minutes.
+    `transport`: what copies go by, to be measured as well; None: nothing of that. Returns what
+    every process found, by rank, of the network and of the transport; on all of them. Raises
+    ConfigError, RankFailed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ConfigError(
@@ -109,11 +95,7 @@ def measure_network(
 
 
 def judge_network(nodes: Sequence[NodeNetwork]) -> Iterator[Check]:
-    """Yield a check for each thing that the nodes' figures tell.
-
-    Args:
-        nodes: Of all processes, by rank.
-    """
+    """Yield a check for each thing that the nodes' figures tell."""
     yield _interfaces(nodes)
     yield _wrong_cards(nodes)
     latency = statistics.median(node.latency for node in nodes)

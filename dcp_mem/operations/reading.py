@@ -44,9 +44,7 @@ class Reading:
 
     Memory may recycle it between two loads. Storage keeps it.
 
-    Attributes:
-        metadata: DCP's.
-        entries: Flattened names, and what the metadata has of each.
+    `entries`: flattened names, and what the metadata has of each.
     """
 
     def __init__(self, reader: MemoryStorageReader, name: str) -> None:
@@ -59,12 +57,7 @@ class Reading:
     def load(self, state: dict[str, Any], *, trust: bool = False) -> None:
         """Load into a state dict.
 
-        Args:
-            state: Flattened names, with what is loaded into, or replaced.
-            trust: Unpickle byte items without restrictions.
-
-        Raises:
-            CheckpointNotFound: As of `open_reading`.
+        Raises CheckpointNotFound.
         """
         if not state:
             return
@@ -81,14 +74,7 @@ class Reading:
 def open_reading(settings: Settings, name: str, save_id: str) -> Iterator[Reading]:
     """Yield a checkpoint of a job, to be loaded from.
 
-    Args:
-        settings: The job's.
-        name: Of the checkpoint.
-        save_id: Of the save; "" for what torch's own writer made.
-
-    Raises:
-        CheckpointNotFound: It is neither in this node's memory nor on storage, or another save has
-            taken its name.
+    `save_id`: of the save; "" for what torch's own writer made. Raises CheckpointNotFound.
     """
     with ExitStack() as held:
         if settings.url is not None:

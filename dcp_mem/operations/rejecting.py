@@ -26,11 +26,7 @@ def reject_in_memory(settings: Settings, name: str, why: str, save_id: str = "")
 
     It isn't flushed any more, doesn't count for retention, and leaves memory before any other.
 
-    Args:
-        settings: The job's, with its memory root.
-        name: The checkpoint's name.
-        why: The reason, for people.
-        save_id: Of the save that is meant; "" for whatever has the name.
+    `save_id`: of the save that is meant; "" for whatever has the name.
     """
     memory = job_memory(settings)
     found = [] if memory is None else _in_memory(memory, name, save_id)
@@ -45,15 +41,7 @@ def reject_on_storage(settings: Settings, name: str, why: str, save_id: str = ""
 
     Retention leaves it alone from then on, and doesn't count it.
 
-    Args:
-        settings: The job's. Without a URL, there is none.
-        name: The checkpoint's name.
-        why: The reason, for people.
-        save_id: As for `reject_in_memory`.
-
-    Raises:
-        StorageUnavailable: Storage doesn't answer.
-        StorageRefused: Storage refuses.
+    Raises StorageUnavailable, StorageRefused.
     """
     if settings.url is None:
         return False
@@ -68,11 +56,6 @@ def accept_in_memory(settings: Settings, name: str, save_id: str = "") -> bool:
     """Take back a rejection in this node's memory; return whether there was one.
 
     A checkpoint whose flush was skipped for the rejection awaits its flush again.
-
-    Args:
-        settings: The job's, with its memory root.
-        name: The checkpoint's name.
-        save_id: As for `reject_in_memory`.
     """
     memory = job_memory(settings)
     here = [] if memory is None else _in_memory(memory, name, save_id)
@@ -86,14 +69,7 @@ def accept_in_memory(settings: Settings, name: str, save_id: str = "") -> bool:
 def accept_on_storage(settings: Settings, name: str, save_id: str = "") -> bool:
     """Take back a rejection on storage; return whether there was one.
 
-    Args:
-        settings: The job's. Without a URL, there is none.
-        name: The checkpoint's name.
-        save_id: As for `reject_in_memory`.
-
-    Raises:
-        StorageUnavailable: Storage doesn't answer.
-        StorageRefused: Storage refuses.
+    Raises StorageUnavailable, StorageRefused.
     """
     if settings.url is None:
         return False

@@ -38,13 +38,7 @@ _NONE = "\N{EN DASH}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """A kind of failure in a job's history, and how often it happened.
-
-    Attributes:
-        what: What became of the checkpoint.
-        text: The error.
-        name: The last checkpoint that it happened to.
-    """
+    """A kind of failure in a job's history, and how often it happened."""
 
     what: str
     text: str
@@ -56,12 +50,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure at the top of the page.
-
-    Attributes:
-        name: What stands above the figure.
-        more: What stands below it.
-    """
+    """A figure at the top of the page."""
 
     name: str
     value: str
@@ -71,23 +60,17 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A series under its title.
-
-    Attributes:
-        summary: The same in words, for people who can't see it.
-    """
+    """A series under its title."""
 
     title: str
     series: Series
-    summary: str
+    summary: str  # the same in words, for people who can't see it
 
 
 def render_page(history: History, *, now: float | None = None) -> str:
     """Return the page as text; all names and errors in it are escaped.
 
-    Args:
-        history: What to show.
-        now: Seconds since the epoch; by default this moment.
+    `now`: seconds since the epoch; by default this moment.
     """
     sums = totals(history)
     environment = Environment(
@@ -123,9 +106,6 @@ def troubles_of(history: History) -> list[Trouble]:
     What a newer checkpoint superseded isn't among it: storage gets the newest by default.
 
     Errors that differ in nothing but the checkpoint's name are counted as one.
-
-    Args:
-        history: The job's history.
     """
     found: dict[tuple[str, str], Trouble] = {}
     events = [
@@ -186,8 +166,7 @@ def _kind(fate: Fate) -> str:
 def duration(seconds: float) -> str:
     """Return a time for people; "" for none.
 
-    Args:
-        seconds: The time; 0 or less stands for none.
+    `seconds`: the time; 0 or less stands for none.
     """
     if seconds <= 0:
         return ""
@@ -210,8 +189,7 @@ def _two_units(count: int, in_one: int, large: str, small: str) -> str:
 def size(nbytes: float) -> str:
     """Return a size for people.
 
-    Args:
-        nbytes: The size in bytes.
+    `nbytes`: the size in bytes.
     """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if nbytes < 1000 or unit == "PiB":
@@ -221,21 +199,14 @@ def size(nbytes: float) -> str:
 
 
 def counted(number: int, one: str, many: str) -> str:
-    """Return a number of things for people.
-
-    Args:
-        number: How many there are.
-        one: The word for one of them.
-        many: The word for several.
-    """
+    """Return a number of things for people."""
     return f"{number:,} {one if number == 1 else many}"
 
 
 def rate(bytes_per_second: float) -> str:
     """Return a throughput for people; "" for none.
 
-    Args:
-        bytes_per_second: The throughput; 0 or less stands for none.
+    `bytes_per_second`: the throughput; 0 or less stands for none.
     """
     return f"{size(bytes_per_second)}/s" if bytes_per_second > 0 else ""
 
@@ -243,8 +214,7 @@ def rate(bytes_per_second: float) -> str:
 def moment(seconds: float) -> str:
     """Return a moment in UTC for people; "" for none.
 
-    Args:
-        seconds: Seconds since the epoch; 0 stands for none.
+    `seconds`: seconds since the epoch; 0 stands for none.
     """
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds)) if seconds > 0 else ""
 

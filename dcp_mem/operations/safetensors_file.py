@@ -52,15 +52,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A safetensors file without values.
+    """A safetensors file without values."""
 
-    Attributes:
-        head: The bytes that it begins with.
-        places: Where each tensor's values lie behind the head: bytes [start, stop).
-        nbytes: Length of the file.
-    """
-
-    head: bytes
+    head: bytes  # the bytes that it begins with
+    # where each tensor's values lie behind the head: bytes [start, stop)
     places: Mapping[str, tuple[int, int]]
     nbytes: int
 
@@ -68,9 +63,7 @@ class FileLayout:
 def cut_into_shards(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
     """Yield the tensors' names in order, cut where a file would have more bytes than `most`.
 
-    Args:
-        sizes: Bytes of the tensors, by name.
-        most: Bytes of a file at most; a larger tensor has a file of its own.
+    `most`: bytes of a file at most; a larger tensor has a file of its own.
     """
     shard, nbytes = list[str](), 0
     for name in sorted(sizes):
@@ -83,11 +76,7 @@ def cut_into_shards(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 
 def layout_of(tensors: Mapping[str, Shape]) -> FileLayout:
-    """Lay out a file.
-
-    Args:
-        tensors: The tensors, by name.
-    """
+    """Lay out a file."""
     head, end = dict[str, Any]({"__metadata__": {"format": "pt"}}), 0
     places: dict[str, tuple[int, int]] = {}
     # The largest elements come first, so that all tensors are aligned.
@@ -110,10 +99,7 @@ def tensors_in(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a file, to be filled.
 
-    Args:
-        file: Its bytes, behind which there may be others.
-        layout: Of the file.
-        tensors: The tensors, by name.
+    `file`: its bytes, behind which there may be others.
     """
     data = file[len(layout.head) :]
     return {
@@ -123,12 +109,7 @@ def tensors_in(
 
 
 def create_file(path: str, tensors: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
-    """Make a file without values, and return its tensors, to be filled through its mapped pages.
-
-    Args:
-        path: Where to make it.
-        tensors: The tensors, by name.
-    """
+    """Make a file without values, and return its tensors, to be filled through its mapped pages."""
     layout = layout_of(tensors)
     with open(path, "wb") as stream:
         stream.write(layout.head)
@@ -141,35 +122,19 @@ def create_file(path: str, tensors: Mapping[str, Shape]) -> dict[str, torch.Tens
 def reserve(path: str) -> None:
     """Have a file get all its blocks: a store to a mapped page that has none kills the process.
 
-    Args:
-        path: Of the file.
-
-    Raises:
-        OSError: The disk is full, or a quota is reached.
+    Raises OSError.
     """
     with open(path, "r+b") as stream:
         os.posix_fallocate(stream.fileno(), 0, os.path.getsize(path))
 
 
 def shard_file(stem: str, number: int, count: int) -> str:
-    """Return the name of a shard's file.
-
-    Args:
-        stem: What it begins with.
-        number: Of the shard, from 1.
-        count: Of all shards.
-    """
+    """Return the name of a shard's file."""
     return f"{stem}-{number:05}-of-{count:05}.safetensors"
 
 
 def index_json(weight_map: Mapping[str, str], nbytes: int, **facts: Any) -> bytes:
-    """Return the index of a directory of shards.
-
-    Args:
-        weight_map: The file of each tensor.
-        nbytes: Of all tensors.
-        **facts: Further metadata.
-    """
+    """Return the index of a directory of shards."""
     metadata = {"total_size": nbytes, **facts}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(index, indent=2).encode()

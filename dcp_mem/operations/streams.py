@@ -63,18 +63,8 @@ def open_stream(
 
     They are compared with their checksums.
 
-    Args:
-        settings: The job's.
-        storage: The job's; None where it has none.
-        checkpoint: From the inventory.
-        pick: Picks the stream among those that the checkpoint has.
-        wanted: What is looked for, for errors.
-        elsewhere: Other nodes' memory; None where no other node can be asked.
-
-    Raises:
-        ConfigError: The checkpoint has no such stream.
-        SegmentCorrupt: The stream is damaged wherever it lies.
-        DcpMemError: It can't be read from here.
+    `storage`: the job's; None where it has none. `elsewhere`: other nodes' memory; None where no
+    other node can be asked. Raises ConfigError, SegmentCorrupt, DcpMemError.
     """
     troubles: list[str] = []
     with ExitStack() as stack:

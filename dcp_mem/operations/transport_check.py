@@ -41,27 +41,17 @@ _TIMEOUT = 120.0
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTransport:
-    """One node's figures.
-
-    Attributes:
-        rank: Of the process that measured.
-        host: The machine's name.
-        trouble: Why the transport doesn't work between this node and a neighbour; "" if it does.
-        devices: Its cards that do RDMA and have a link.
-        locked_nbytes: Bytes that this process may lock, as a card needs; None: as many as it likes.
-        rate: Bytes per second from the node before it, while the next one reads from it.
-        cpu: CPU seconds of this process per byte that it sends and receives.
-        is_equal: Whether the bytes that came are those that were sent.
-    """
+    """One node's figures."""
 
     rank: int
     host: str
-    trouble: str
-    devices: Sequence[str] = ()
+    trouble: str  # why the transport doesn't work between this node and a neighbour; "" if it does
+    devices: Sequence[str] = ()  # its cards that do RDMA and have a link
+    # bytes that this process may lock, as a card needs; None: as many as it likes
     locked_nbytes: int | None = None
-    rate: float = 0.0
-    cpu: float = 0.0
-    is_equal: bool = True
+    rate: float = 0.0  # bytes per second from the node before it, while the next one reads from it
+    cpu: float = 0.0  # CPU seconds of this process per byte that it sends and receives
+    is_equal: bool = True  # whether the bytes that came are those that were sent
 
 
 def measure_transport(
@@ -69,16 +59,8 @@ def measure_transport(
 ) -> Sequence[NodeTransport]:
     """Measure together with the other ranks.
 
-    Args:
-        ranks: One on each node, or several.
-        store: Where they met.
-        choice: "gloo" or "nixl"; "auto" is nixl where all neighbours have cards that do RDMA.
-
-    Returns:
-        What every rank found, by rank; on all of them.
-
-    Raises:
-        RankFailed: Another rank is gone.
+    `choice`: "gloo" or "nixl"; "auto" is nixl where all neighbours have cards that do RDMA. Returns
+    what every rank found, by rank; on all of them. Raises RankFailed.
     """
     return ranks.exchange(_Ring(ranks, choice, store).measured())
 
@@ -172,12 +154,7 @@ class _Ring:
 
 
 def judge_transport(nodes: Sequence[NodeTransport], choice: TransportChoice) -> Iterator[Check]:
-    """Yield a check for each thing that the nodes' figures tell.
-
-    Args:
-        nodes: Of all processes, by rank.
-        choice: As it was measured.
-    """
+    """Yield a check for each thing that the nodes' figures tell."""
     yield _cards(nodes)
     if choice != "gloo":
         yield _locked_memory(nodes)

@@ -43,43 +43,27 @@ _WINDOW = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Something that isn't as it was saved.
-
-    Attributes:
-        place: MEMORY or STORAGE.
-        file: The segment; "" for what describes the checkpoint as a whole.
-        what: What is wrong, for people.
-        start: First damaged byte of the file.
-        stop: Byte behind the last; 0 with start 0 for the whole file.
-        item: The tensor or byte item that these bytes are of.
-        block: Which MiB of the item, from 0; -1 where it is no single one.
-    """
+    """Something that isn't as it was saved."""
 
     place: str
     rank: int
-    file: str
+    file: str  # the segment; "" for what describes the checkpoint as a whole
     what: str
     start: int = 0
-    stop: int = 0
-    item: str = ""
-    block: int = -1
+    stop: int = 0  # byte behind the last; 0 with start 0 for the whole file
+    item: str = ""  # the tensor or byte item that these bytes are of
+    block: int = -1  # which MiB of the item, from 0; -1 where it is no single one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The result of verifying a checkpoint in one place.
-
-    Attributes:
-        checked_nbytes: Bytes read and compared with checksums.
-        unchecked_nbytes: Bytes that are there and have no checksums yet.
-        why_unchecked: Why not.
-    """
+    """The result of verifying a checkpoint in one place."""
 
     name: str
     save_id: str
     place: str
     checked_nbytes: int = 0
-    unchecked_nbytes: int = 0
+    unchecked_nbytes: int = 0  # bytes that are there and have no checksums yet
     why_unchecked: str = ""
     damages: tuple[Damage, ...] = ()
 
@@ -111,15 +95,7 @@ def verify(
     Storage comes first, because its checksums serve memory too. Memory has checksums of its own
     only for what was copied between nodes; until the flush, the rest has none.
 
-    Args:
-        settings: The job's.
-        storage: The job's; None where it has none.
-        checkpoint: From the inventory.
-        observer: Is told of the progress.
-
-    Raises:
-        StorageUnavailable: Storage doesn't answer.
-        StorageRefused: Storage refuses to be read.
+    `storage`: the job's; None where it has none. Raises StorageUnavailable, StorageRefused.
     """
     found: list[Verified] = []
     tables: Mapping[str, ItemTable] = {}
@@ -276,16 +252,12 @@ def _local_table(local: LocalCheckpoint, segment: Segment) -> ItemTable | None:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _SegmentCheck:
-    """A segment to be read.
-
-    Attributes:
-        trouble: Why it can't be read; "" if it can.
-    """
+    """A segment to be read."""
 
     segment: Segment
     table: ItemTable
     source: Source
-    trouble: str = ""
+    trouble: str = ""  # why it can't be read; "" if it can
     checksums: BlockChecksums = field(init=False)
 
     def __post_init__(self) -> None:

@@ -21,17 +21,11 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Boxes of elements of tensors, one row each.
+    """Boxes of elements of tensors, one row each."""
 
-    Attributes:
-        entry: Of each: the tensor's entry of the catalog.
-        offset: Of each: int64[boxes, width], padded with 0.
-        extent: Of each: int64[boxes, width], padded with 1.
-    """
-
-    entry: Ints
-    offset: Ints
-    extent: Ints
+    entry: Ints  # of each: the tensor's entry of the catalog
+    offset: Ints  # of each: int64[boxes, width], padded with 0
+    extent: Ints  # of each: int64[boxes, width], padded with 1
 
     def __len__(self) -> int:
         return len(self.entry)
@@ -39,14 +33,7 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlaps:
-    """The elements that a wanted box and a saved chunk have in common, one row each.
-
-    Attributes:
-        wanted: Index of the wanted box.
-        row: Row of the catalog.
-        offset: Of the common box.
-        extent: Of the common box.
-    """
+    """The elements that a wanted box and a saved chunk have in common, one row each."""
 
     wanted: Ints
     row: Ints
@@ -57,10 +44,9 @@ class Overlaps:
 class ChunkIndex:
     """Finds the rows of a catalog that share elements with a box.
 
-    Args:
-        offset: The catalog's column of this name: int64[rows, width].
-        extent: The catalog's column of this name: int64[rows, width].
-        first: The first row of each entry; at the end, the number of rows.
+    `offset`: the catalog's column of this name: int64[rows, width]. `extent`: the catalog's column
+    of this name: int64[rows, width]. `first`: the first row of each entry; at the end, the number
+    of rows.
     """
 
     def __init__(self, offset: Ints, extent: Ints, first: Ints) -> None:
@@ -72,11 +58,7 @@ class ChunkIndex:
         self._reach = _running_max(self._start + extent[rows, along], entry)
 
     def find(self, wanted: Boxes) -> Overlaps:
-        """Return every overlap of a wanted box and a row, by wanted box and then by row.
-
-        Args:
-            wanted: The boxes, as wide as the catalog's columns.
-        """
+        """Return every overlap of a wanted box and a row, by wanted box and then by row."""
         number = np.arange(len(wanted))
         along = self._along[wanted.entry]
         start = wanted.offset[number, along]

@@ -24,21 +24,12 @@ class PlanInvalid(ValueError):
 
 
 def by_place(joined: PlanRows) -> Ints:
-    """Return the order of items by name and offset; copies of a chunk stay in the order of ranks.
-
-    Args:
-        joined: Items of some ranks.
-    """
+    """Return the order of items by name and offset; copies of a chunk stay in rank order."""
     return np.lexsort((*joined.offset.T[::-1], joined.name))
 
 
 def starts_of_chunks(joined: PlanRows, order: Ints) -> Ints:
-    """Return where, in that order, the copies of each chunk begin.
-
-    Args:
-        joined: Items of some ranks.
-        order: Their order by place.
-    """
+    """Return where, in that order, the copies of each chunk begin."""
     if not len(order):
         return np.zeros(0, np.int64)
     name, offset = joined.name[order], joined.offset[order]
@@ -49,11 +40,7 @@ def starts_of_chunks(joined: PlanRows, order: Ints) -> Ints:
 def refuse_contradictions(joined: PlanRows, order: Ints, starts: Ints, ranks: int) -> None:
     """Raise PlanInvalid where the plans contradict each other, or leave a tensor incomplete.
 
-    Args:
-        joined: Items of all ranks: of a name, all of them or none.
-        order: Their order by place.
-        starts: Where in that order the copies of each chunk begin.
-        ranks: The number of ranks.
+    `joined`: items of all ranks: of a name, all of them or none.
     """
     problems = find_contradictions(joined, order, starts, ranks)
     if problems:
@@ -64,11 +51,7 @@ def refuse_contradictions(joined: PlanRows, order: Ints, starts: Ints, ranks: in
 def find_contradictions(joined: PlanRows, order: Ints, starts: Ints, ranks: int) -> list[str]:
     """Return what contradicts itself, for people; each problem is one of one name.
 
-    Args:
-        joined: Items of all ranks: of a name, all of them or none.
-        order: Their order by place.
-        starts: Where in that order the copies of each chunk begin.
-        ranks: The number of ranks.
+    `joined`: items of all ranks: of a name, all of them or none.
     """
     return [
         *_doubled(joined, order, starts),

@@ -16,19 +16,12 @@ def words_of_ranks(ranks: int) -> npt.NDArray[np.uint64]:
     """Return a random word for each rank; a set of ranks is identified by the sum of its words.
 
     Two sets have the same sum by chance in 1 of 2**64.
-
-    Args:
-        ranks: The number of ranks.
     """
     return np.random.default_rng(0).integers(0, 1 << 63, ranks, dtype=np.uint64)
 
 
 def chunk_bytes(items: PlanItems) -> Ints:
-    """Return the bytes of each item's chunk; a byte item's aren't known, and count as one.
-
-    Args:
-        items: Items of some ranks.
-    """
+    """Return the bytes of each item's chunk; a byte item's aren't known, and count as one."""
     itemsize = np.array([dtype_named(one.dtype).itemsize for one in items.table] + [1], np.int64)
     nbytes: Ints = items.extent.prod(axis=1) * itemsize[items.properties]
     return nbytes
@@ -39,9 +32,7 @@ def deal_out(nbytes: Ints, load: Floats) -> Ints:
 
     Each holder gets a run of them, and loads become as equal as they can.
 
-    Args:
-        nbytes: Of each chunk.
-        load: Of each holder: the bytes that it writes anyway.
+    `load`: of each holder: the bytes that it writes anyway.
     """
     total = float(nbytes.sum())
     ordered = np.sort(load)

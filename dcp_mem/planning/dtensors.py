@@ -27,13 +27,7 @@ Extent = tuple[int, ...]
 def tensor_group_of(numbers: Sequence[int], tensors: Sequence[DTensor]) -> TensorGroup:
     """Return the chunks of those DTensors whose mesh this rank is in; chunks may be empty.
 
-    Args:
-        numbers: Index of each one's name.
-        tensors: The DTensors.
-
-    Raises:
-        NotDescribable: Only DCP's planner can plan one of them.
-        ValueError: One has partial placements.
+    Raises NotDescribable, ValueError.
     """
     specs = list(map(_SPEC, tensors))
     ways = _ways(specs) if specs else []
@@ -76,10 +70,6 @@ def are_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Return whether two DTensors' placements are the same.
 
     Types are compared, too: in torch 2.6 a strided shard equals a plain one.
-
-    Args:
-        one: Placements, as `DTensor.placements` has them.
-        other: The placements to compare with.
     """
     return one is other or (one == other and list(map(type, one)) == list(map(type, other)))
 
@@ -104,13 +94,7 @@ def _ways(specs: Sequence[Any]) -> list[tuple[int, int]]:
 def local_chunk(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]
 ) -> tuple[Extent, Extent]:
-    """Return extent and offset of this rank's chunk.
-
-    Args:
-        shape: Of the whole tensor.
-        mesh: The tensor's, which this rank is in.
-        placements: The tensor's.
-    """
+    """Return extent and offset of this rank's chunk."""
     coordinate = mesh.get_coordinate()
     if coordinate is None or not _are_plain(placements, len(shape)):
         # Its tensors and loops take milliseconds for what takes microseconds below.

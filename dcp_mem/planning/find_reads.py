@@ -40,13 +40,9 @@ def find_reads(
     Torch plans missing keys, entries of other kinds or sizes, items that were never written, and
     tensors on the meta device. Entries that the plan lacks aren't loaded.
 
-    Args:
-        plan: What this rank loads.
-        values: The value of each item of the plan: tensors to read into.
-        catalog: What the checkpoint consists of.
-        save_id: The save attempt.
-        tails: By rank, offset and length of each item of its tail.
-        into_devices: Whether direct reads may go into the memory of CUDA devices.
+    `values`: the value of each item of the plan: tensors to read into. `tails`: by rank, offset and
+    length of each item of its tail. `into_devices`: whether direct reads may go into the memory of
+    CUDA devices.
     """
     entry = _entries(plan, catalog)
     if entry is None:
@@ -93,10 +89,7 @@ def _needed_rows(plan: LocalPlan, entry: Ints, catalog: RunCatalog) -> Catalog:
     Entries with the same boxes are looked up in one index, so no more rows are made at once than
     one entry has, and those that are needed.
 
-    Args:
-        plan: What this rank loads.
-        entry: Of each row of the plan: its entry in the catalog.
-        catalog: What the checkpoint consists of.
+    `entry`: of each row of the plan: its entry in the catalog.
     """
     specimen, kind = catalog.alike()
     width = max(plan.size.shape[1], catalog.size.shape[1])
@@ -157,22 +150,15 @@ class _Locations:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Tensors:
-    """The tensors to load, and how they overlap with the saved chunks.
-
-    Attributes:
-        rows: Rows of the plan.
-        entry: Of each: its entry in the catalog.
-        addresses: Of each: where its tensor's data lies; `_NOT_PLAIN` if bytes can't be read there.
-        devices: Of each: the number of the CUDA device that it lies on, or `HOST`.
-        wanted: Of each: the box that it needs.
-    """
+    """The tensors to load, and how they overlap with the saved chunks."""
 
     plan: LocalPlan
     locations: _Locations
     rows: Ints
     entry: Ints
+    # of each: where its tensor's data lies; `_NOT_PLAIN` if bytes can't be read there
     addresses: Ints
-    devices: Ints
+    devices: Ints  # of each: the number of the CUDA device that it lies on, or `HOST`
     wanted: Boxes
     index: ChunkIndex
     overlaps: Overlaps

@@ -21,21 +21,13 @@ _NO_CONTAINERS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """The structure of a mapping or list.
-
-    Attributes:
-        kind: Its type.
-        length: The number of its values.
-        keys: Of a mapping; None for a list.
-        key_types: The type of each key.
-        inner: Those of its values that are containers, by position.
-    """
+    """The structure of a mapping or list."""
 
     kind: type[Any]
     length: int
-    keys: Sequence[Any] | None
+    keys: Sequence[Any] | None  # of a mapping; None for a list
     key_types: Sequence[type]
-    inner: Mapping[int, Container]
+    inner: Mapping[int, Container]  # those of its values that are containers, by position
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +42,7 @@ class Leaves:
 def flatten(state: Mapping[str, Any]) -> tuple[Container, Leaves]:
     """Take a state dict apart.
 
-    Args:
-        state: The state dict; its leaves aren't copied.
-
-    Returns:
-        Its structure, and its leaves.
-
-    Raises:
-        ValueError: Two leaves get the same flattened name.
+    Returns its structure, and its leaves. Raises ValueError.
     """
     leaves = Leaves([], [], [])
     root = _flatten(state, (), "", leaves)
@@ -117,13 +102,8 @@ def _append(
 def collect_leaves(value: Any, known: Container, leaves: list[Any]) -> bool:
     """Append the leaves of a container that has the same structure as a known one.
 
-    Args:
-        value: The container. A container in place of a leaf is appended as a leaf.
-        known: The structure to compare it with.
-        leaves: Where its leaves are appended.
-
-    Returns:
-        Whether it has the same keys, and so have all containers in it. If not, `leaves` is partial.
+    `value`: the container. A container in place of a leaf is appended as a leaf. Returns whether it
+    has the same keys, and so have all containers in it. If not, `leaves` is partial.
     """
     if type(value) is not known.kind or len(value) != known.length:
         return False
@@ -147,20 +127,12 @@ def collect_leaves(value: Any, known: Container, leaves: list[Any]) -> bool:
 
 
 def may_be_container(kind: type) -> bool:
-    """Return whether a value of this type may be a container to DCP.
-
-    Args:
-        kind: The value's exact type.
-    """
+    """Return whether a value of this type may be a container to DCP."""
     return kind not in _NO_CONTAINERS
 
 
 def is_container(value: Any) -> bool:
-    """Return whether DCP takes it apart: a mapping, or a list with a tensor or mapping inside.
-
-    Args:
-        value: Any value of a state dict.
-    """
+    """Return whether DCP takes it apart: a mapping, or a list with a tensor or mapping inside."""
     if type(value) in _NO_CONTAINERS:
         return False
     if isinstance(value, Mapping):

@@ -30,23 +30,14 @@ class GlobalPlan(PlanItems):
     """The items that the ranks write, by rank and then in the order of the rank's own plan.
 
     Names and properties are shared by all ranks.
-
-    Attributes:
-        writer: Of each item: the rank that writes it.
-        row: Of each item: its row in that rank's plan.
-        lengths: Of each rank: the items of its plan.
     """
 
-    writer: Ints
-    row: Ints
-    lengths: Ints
+    writer: Ints  # of each item: the rank that writes it
+    row: Ints  # of each item: its row in that rank's plan
+    lengths: Ints  # of each rank: the items of its plan
 
     def rows_of(self, rank: int) -> Ints:
-        """Return the rows of its own plan that a rank writes, in order.
-
-        Args:
-            rank: One of the ranks that planned.
-        """
+        """Return the rows of its own plan that a rank writes, in order."""
         start, stop = np.searchsorted(self.writer, [rank, rank + 1])
         return self.row[start:stop]
 
@@ -68,12 +59,8 @@ def merge(plan: JointPlan, *, to_lowest_rank: bool = False) -> WholePlan:
     A chunk that several ranks hold goes to one of them: bytes are balanced over the ranks, and
     neighbours in the plan stay together, so that loading one shard takes few files.
 
-    Args:
-        plan: Of all ranks.
-        to_lowest_rank: Give each chunk to the first rank that holds it, and balance nothing.
-
-    Raises:
-        PlanInvalid: The plans contradict each other; the text names up to ten problems.
+    `to_lowest_rank`: give each chunk to the first rank that holds it, and balance nothing. Raises
+    PlanInvalid.
     """
     way = merge_series if plan.count >= max(_LARGE, _ALIKE * len(plan.names)) else merge_rows
     return way(plan, to_lowest_rank=to_lowest_rank)
@@ -86,12 +73,7 @@ def merge_rows(plan: JointPlan, *, to_lowest_rank: bool = False) -> GlobalPlan:
     2. Refuse contradictions.
     3. Choose a writer for each chunk.
 
-    Args:
-        plan: Of all ranks.
-        to_lowest_rank: As for `merge`.
-
-    Raises:
-        PlanInvalid: The plans contradict each other; the text names up to ten problems.
+    Raises PlanInvalid.
     """
     joined = plan_rows(in_order(plan), np.arange(len(plan.name)))
     ranks = len(plan.ranks)

@@ -29,57 +29,39 @@ _RANK = 1 << 32
 @sendable
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """Ranks that hold the same series.
-
-    Attributes:
-        ranks: The ranks, ascending.
-        columns: The distinct columns of their series: [columns, ranks], of 32 bits where they fit.
-            A number of a series is the sum of a base of its own and the rank's number here.
-    """
+    """Ranks that hold the same series."""
 
     ranks: Ints
+    # The distinct columns of their series: [columns, ranks], of 32 bits where they fit. A number of
+    # a series is the sum of a base of its own and the rank's number here.
     columns: Ints
 
 
 @sendable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class JointPlan:
-    """The plans of some ranks. A series has one item on each of its holders.
+    """The plans of some ranks. A series has one item on each of its holders."""
 
-    Attributes:
-        ranks: Whose plans these are, ascending.
-        lengths: Of each of their plans: the number of items.
-        names: All flattened names; some may have no item.
-        paths: The path of each name, as the first rank that has it says.
-        named: Of each name: the first rank that has it, and where in that rank's names.
-        table: The distinct properties of tensors.
-        tabled: Of each of them: the first rank that has it, and where in that rank's table.
-        name: Of each series: index in `names`. So are these, as in `PlanItems`: kind, properties,
-            dimensions, size.
-        turn: Of each series: how many other items of its holders are like it, and come before.
-        holders: Of each series: index in `groups`.
-        columns: Of each series: the columns of its rows in the ranks' own plans, of its offsets,
-            and of its extents, as indexes in `columns` of its holders: int64[series, 1 + 2 width].
-        bases: Of each of these columns: what is added to its numbers. Both are of 32 bits where
-            they fit.
-        groups: The distinct sets of holders.
-    """
-
-    ranks: Ints
-    lengths: Ints
-    names: tuple[str, ...]
-    paths: tuple[Path, ...]
-    named: Ints
+    ranks: Ints  # whose plans these are, ascending
+    lengths: Ints  # of each of their plans: the number of items
+    names: tuple[str, ...]  # all flattened names; some may have no item
+    paths: tuple[Path, ...]  # the path of each name, as the first rank that has it says
+    named: Ints  # of each name: the first rank that has it, and where in that rank's names
     table: tuple[Properties, ...]
-    tabled: Ints
+    tabled: Ints  # of each of them: the first rank that has it, and where in that rank's table
+    # Of each series: index in `names`. So are these, as in `PlanItems`: kind, properties,
+    # dimensions, size.
     name: Ints
     kind: Ints
     properties: Ints
     dimensions: Ints
     size: Ints
-    turn: Ints
+    turn: Ints  # of each series: how many other items of its holders are like it, and come before
     holders: Ints
+    # of each series: the columns of its rows in the ranks' own plans, of its offsets, and of its
+    # extents, as indexes in `columns` of its holders: int64[series, 1 + 2 width]
     columns: Ints
+    # Of each of these columns: what is added to its numbers. Both are of 32 bits where they fit.
     bases: Ints
     groups: tuple[Holders, ...]
 
@@ -96,31 +78,19 @@ class JointPlan:
     def values(self, series: int, column: int) -> Ints:
         """Return one column of a series, a number for each of its holders.
 
-        Args:
-            series: Index of the series.
-            column: Which one: 0 for rows, then offsets, then extents.
+        `column`: which one: 0 for rows, then offsets, then extents.
         """
         columns = self.groups[self.holders[series]].columns
         return added(columns[self.columns[series, column]], self.bases[series, column])
 
 
 def added(numbers: Ints, bases: Ints) -> Ints:
-    """Return the sum of columns and bases; both may have 32 bits, and their sum more.
-
-    Args:
-        numbers: Of columns.
-        bases: What is added to them.
-    """
+    """Return the sum of columns and bases; both may have 32 bits, and their sum more."""
     return np.add(numbers, bases, dtype=np.int64)
 
 
 def plan_of_rank(rank: int, plan: LocalPlan) -> JointPlan:
-    """Return one rank's plan as a joint plan.
-
-    Args:
-        rank: The rank.
-        plan: Its plan; no name occurs twice in its names.
-    """
+    """Return one rank's plan as a joint plan."""
     values = np.concatenate([np.arange(len(plan))[:, None], plan.offset, plan.extent], axis=1)
     keys = np.stack([plan.name, plan.kind, plan.properties, plan.dimensions, *plan.size.T], axis=1)
     return JointPlan(
@@ -162,9 +132,6 @@ def join_plans(parts: Sequence[JointPlan]) -> JointPlan:
     1. Number names and properties anew, for all parts alike.
     2. Find the series that several parts have.
     3. Join holders and columns.
-
-    Args:
-        parts: At least one.
     """
     if len(parts) == 1:
         return parts[0]
@@ -205,11 +172,8 @@ def _joined_table(
 ) -> tuple[tuple[T, ...], Ints, tuple[Any, ...], list[Ints]]:
     """Return one table of what the parts' tables have.
 
-    Args:
-        parts: For each: entries, where each comes from, and what belongs to each.
-
-    Returns:
-        The table, likewise, and for each part the index of its entries in it.
+    `parts`: for each: entries, where each comes from, and what belongs to each. Returns the table,
+    likewise, and for each part the index of its entries in it.
     """
     entries, firsts, values = parts[0]
     if all(one[0] == entries and one[2] == values for one in parts[1:]):
@@ -319,13 +283,8 @@ def _wide(part: JointPlan, width: int) -> JointPlan:
 def _joined_columns(parts: Sequence[Holders], wanted: Ints, shifts: Ints) -> tuple[Holders, Ints]:
     """Return these groups as one.
 
-    Args:
-        parts: The groups.
-        wanted: For each column wanted, the number of its piece in each part.
-        shifts: What is to be added to each piece.
-
-    Returns:
-        The group, and the number of each wanted column.
+    `wanted`: for each column wanted, the number of its piece in each part. Returns the group, and
+    the number of each wanted column.
     """
     keys = np.concatenate([wanted, shifts], axis=1)
     order, is_new = sorted_rows(keys)
@@ -359,11 +318,7 @@ def sorted_rows(keys: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
 
 
 def in_order(plan: JointPlan) -> JointPlan:
-    """Return the same plan with names and properties in the order of the ranks that have them.
-
-    Args:
-        plan: Of some ranks.
-    """
+    """Return the same plan with names and properties in the order of the ranks that have them."""
     by_name, by_table = np.argsort(plan.named), np.argsort(plan.tabled)
     return replace(
         plan,
@@ -385,28 +340,16 @@ def _inverse(order: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlanRows(PlanItems):
-    """Items of some ranks, by rank and then in the order of the rank's own plan.
-
-    Attributes:
-        rank: Of each item: the rank.
-        row: Of each item: its row in that rank's plan.
-        series: Of each item: its series.
-        place: Of each item: where among the holders of its series the rank is.
-    """
+    """Items of some ranks, by rank and then in the order of the rank's own plan."""
 
     rank: Ints
-    row: Ints
+    row: Ints  # of each item: its row in that rank's plan
     series: Ints
-    place: Ints
+    place: Ints  # of each item: where among the holders of its series the rank is
 
 
 def plan_rows(plan: JointPlan, series: Ints) -> PlanRows:
-    """Return the items of some series.
-
-    Args:
-        plan: Of some ranks.
-        series: Which series.
-    """
+    """Return the items of some series."""
     held = plan.holders[series]
     present = np.flatnonzero(np.bincount(held, minlength=len(plan.groups)))
     pieces = [

@@ -49,22 +49,14 @@ from dcp_mem.planning.tensor_choice import (
 class LocalLoadPlanner(DefaultLoadPlanner):
     """Torch's default planner, which can also plan by a catalog and unpickles byte items safely.
 
-    Args:
-        weights_only: Unpickle byte items as `torch.load(weights_only=True)` does; otherwise freely,
-            as torch's planner does.
-        allow_partial_load: As of torch's planner.
-        optional: Tells which flattened names the checkpoint, or the state dict, may lack. Their
-            paths must not lead through lists.
-        room_for: Makes room in the state dict for what it lacks or has otherwise; None makes none.
-        objects: Keys of the state dict whose values are the states of objects, each with what to
-            do where the checkpoint has more below it; "" for nothing in particular.
-        skip: Tensors that stay as they are, whatever the checkpoint has; None: none. A wrong one is
-            told by the first plan, where all ranks hear of it.
-
-    Attributes:
-        weights_only: As given.
-        objects: As given.
-        lacking_names: Optional entries of the state dict that the checkpoint lacks.
+    `weights_only`: unpickle byte items as `torch.load(weights_only=True)` does; otherwise freely,
+    as torch's planner does. `optional`: tells which flattened names the checkpoint, or the state
+    dict, may lack. Their paths must not lead through lists. `room_for`: makes room in the state
+    dict for what it lacks or has otherwise; None makes none. `objects`: keys of the state dict
+    whose values are the states of objects, each with what to do where the checkpoint has more below
+    it; "" for nothing in particular. `skip`: tensors that stay as they are, whatever the checkpoint
+    has; None: none. A wrong one is told by the first plan, where all ranks hear of it.
+    `lacking_names`: optional entries of the state dict that the checkpoint lacks.
     """
 
     def __init__(
@@ -99,15 +91,9 @@ class LocalLoadPlanner(DefaultLoadPlanner):
     ) -> Reads | None:
         """Plan by a catalog.
 
-        Args:
-            state: The state dict to load into.
-            catalog: What the checkpoint consists of.
-            save_id: The save attempt.
-            tails: By rank, offset and length of each item of its tail.
-            into_devices: Whether direct reads may go into the memory of CUDA devices.
-
-        Returns:
-            What to read; None for what torch has to plan.
+        `tails`: by rank, offset and length of each item of its tail. `into_devices`: whether direct
+        reads may go into the memory of CUDA devices. Returns what to read; None for what torch has
+        to plan.
         """
         self._is_by_catalog = False
         try:
@@ -225,11 +211,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         return may_lack.difference(known()) if may_lack else ()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the tensor to read into: the whole local one where that is what the item fills.
-
-        Args:
-            read_item: Of a tensor of the state dict.
-        """
+        """Return the tensor to read into: the whole local one where that is what the item fills."""
         if self._is_by_catalog:
             leaf = self.state_dict[read_item.dest_index.fqn]
             local: torch.Tensor = leaf._local_tensor if type(leaf) is DTensor else leaf
@@ -240,12 +222,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a byte item into the state dict.
 
-        Args:
-            read_item: Names the entry of the state dict.
-            value: The pickle.
-
-        Raises:
-            UntrustedObject: It holds more than `weights_only` admits.
+        Raises UntrustedObject.
         """
         fqn = read_item.dest_index.fqn
         try:

@@ -41,11 +41,7 @@ class Where(Enum):
 
 
 def where(tensors: Sequence[torch.Tensor]) -> Where | None:
-    """Return where tensors lie; None where they can't be copied as bytes.
-
-    Args:
-        tensors: May be none; they lie in CPU memory.
-    """
+    """Return where tensors lie; None where they can't be copied as bytes."""
     return _where(tensors, may_be_conj=True) if _are_strided(tensors) else None
 
 
@@ -74,11 +70,7 @@ def _where(tensors: Sequence[torch.Tensor], *, may_be_conj: bool) -> Where | Non
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is plain.
-
-    Args:
-        tensor: Of any class, on any device.
-    """
+    """Return whether a tensor is plain."""
     return where((tensor,)) is Where.HOST and not lacks_memory(tensor)
 
 
@@ -100,25 +92,16 @@ NO_MEMORY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Contiguous tensors that can be copied as bytes.
-
-    Attributes:
-        tensors: The tensors.
-        addresses: Of the data of each.
-        devices: Of each, the number of the CUDA device that it lies on, or `HOST`; None where none
-            lies on a device.
-    """
+    """Contiguous tensors that can be copied as bytes."""
 
     tensors: Sequence[torch.Tensor]
     addresses: Sequence[int]
+    # of each, the number of the CUDA device that it lies on, or `HOST`; None where none lies on a
+    # device
     devices: Sequence[int] | None = None
 
     def only(self, is_wanted: Sequence[bool]) -> Sources:
-        """Return some of them.
-
-        Args:
-            is_wanted: Of each.
-        """
+        """Return some of them."""
         devices = self.devices
         return Sources(
             tensors=list(compress(self.tensors, is_wanted)),
@@ -130,9 +113,7 @@ class Sources:
 def sources_of(tensors: Sequence[torch.Tensor], *, may_be_conj: bool = True) -> Sources | None:
     """Return tensors as sources of copies; None where one of them can't be copied as bytes.
 
-    Args:
-        tensors: Of any class, on any device.
-        may_be_conj: Whether any is complex; others are never conjugated.
+    `may_be_conj`: whether any is complex; others are never conjugated.
     """
     if not _are_strided(tensors):
         return None
@@ -147,9 +128,7 @@ class SourcesByBlock:
 
     The tensors must be of the types in `PLAIN`, and strided.
 
-    Args:
-        is_wanted: For each tensor, whether it is to be copied.
-        may_be_conj: Whether any is complex; others are never conjugated.
+    `may_be_conj`: whether any is complex; others are never conjugated.
     """
 
     def __init__(self, is_wanted: Sequence[bool], may_be_conj: bool) -> None:
@@ -163,10 +142,8 @@ class SourcesByBlock:
     ) -> None:
         """Visit a block of tensors.
 
-        Args:
-            start: Index of its first tensor; blocks come in order.
-            block: The tensors.
-            known: Where they are known to lie, and needn't be asked; None where that isn't known.
+        `start`: index of its first tensor; blocks come in order. `known`: where they are known to
+        lie, and needn't be asked; None where that isn't known.
         """
         if self._found is None:
             return
@@ -196,12 +173,7 @@ class SourcesByBlock:
 def properties_of(
     tensors: Sequence[torch.Tensor], requires_grad: Iterable[bool]
 ) -> list[Properties]:
-    """Return what DCP records of each tensor besides its shape; equal properties are one object.
-
-    Args:
-        tensors: The tensors.
-        requires_grad: Of each.
-    """
+    """Return what DCP records of each tensor besides its shape; equal properties are one object."""
     # Without an accelerator nothing can be pinned, and asking takes as long as all the rest.
     pinned = (
         map(torch.Tensor.is_pinned, tensors)

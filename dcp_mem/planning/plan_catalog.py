@@ -22,25 +22,15 @@ from dcp_mem.planning.series_plan import SeriesPlan, WrittenSeries
 @sendable
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenItems:
-    """The items of one rank's segment.
+    """The items of one rank's segment."""
 
-    Attributes:
-        rank: The segment's number: the rank, with `names.FROZEN` added for its second segment.
-        rows: Rows of the rank's own plan, in the order of the segment.
-        layout: Of the segment.
-    """
-
-    rank: int
-    rows: Ints
+    rank: int  # the segment's number: the rank, with `names.FROZEN` added for its second segment
+    rows: Ints  # rows of the rank's own plan, in the order of the segment
     layout: Layout
 
 
 def share_written(written: Sequence[WrittenItems]) -> list[WrittenItems]:
-    """Return the same values, with equal layouts and rows as one object.
-
-    Args:
-        written: The items of each rank's segment.
-    """
+    """Return the same values, with equal layouts and rows as one object."""
     layouts: dict[str, Layout] = {}
     rows: dict[bytes, Ints] = {}
     return [
@@ -58,12 +48,8 @@ def catalog_of_written(
 ) -> Catalog | SharedCatalog:
     """Return the catalog of what the ranks have written.
 
-    Args:
-        plan: The plan by which they wrote.
-        written: What each rank has written, by rank, and then what some have in second segments.
-
-    Raises:
-        ValueError: A rank has written other items than planned.
+    `written`: what each rank has written, by rank, and then what some have in second segments.
+    Raises ValueError.
     """
     if isinstance(plan, GlobalPlan):
         return catalog_of_plan(plan, written)
@@ -80,12 +66,7 @@ def _layouts(written: Sequence[WrittenItems]) -> tuple[list[Layout], Ints]:
 def catalog_of_plan(plan: GlobalPlan, written: Sequence[WrittenItems]) -> Catalog:
     """Return the catalog of a plan that was made item by item.
 
-    Args:
-        plan: As for `catalog_of_written`.
-        written: As for `catalog_of_written`.
-
-    Raises:
-        ValueError: A rank has written other items than planned.
+    Raises ValueError.
     """
     layouts, layout_of = _layouts(written)
     names_with_items, firsts = np.unique(plan.name, return_index=True)
@@ -138,12 +119,7 @@ def _places(plan: GlobalPlan, written: Sequence[WrittenItems]) -> tuple[Ints, In
 def catalog_of_series(plan: SeriesPlan, written: Sequence[WrittenItems]) -> SharedCatalog:
     """Return the catalog of a plan that was made series by series.
 
-    Args:
-        plan: As for `catalog_of_written`.
-        written: As for `catalog_of_written`.
-
-    Raises:
-        ValueError: A rank has written other items than planned.
+    Raises ValueError.
     """
     layouts, layout_of = _layouts(written)
     segments = _Segments(plan.plan.lengths, written)
@@ -184,9 +160,7 @@ def catalog_of_series(plan: SeriesPlan, written: Sequence[WrittenItems]) -> Shar
 class _Segments:
     """Where the ranks have written their rows.
 
-    Args:
-        lengths: Of each rank's plan.
-        written: What each rank has written, by rank, and then what some have in second segments.
+    `written`: what each rank has written, by rank, and then what some have in second segments.
     """
 
     def __init__(self, lengths: Ints, written: Sequence[WrittenItems]) -> None:
@@ -211,11 +185,7 @@ class _Segments:
         self._tables = np.concatenate(tables)
 
     def of(self, one: WrittenSeries) -> tuple[Ints, Ints]:
-        """Return each chunk's segment, by its index in `written`, and which item of that it is.
-
-        Args:
-            one: The chunks of a name.
-        """
+        """Return each chunk's segment, by its index in `written`, and which item of that it is."""
         writer = one.box.writer
         np.add.at(self._planned, writer, 1)
         segments, numbers = self._segment[0, writer], self._numbers(0, one)

@@ -29,31 +29,18 @@ class ItemKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlanItems:
-    """Items of state dicts, one row each. `width` is the largest number of dimensions.
+    """Items of state dicts, one row each. `width` is the largest number of dimensions."""
 
-    Attributes:
-        names: Flattened names; a name may have no item, or several.
-        paths: The path of each name, as in DCP's planner data.
-        table: The distinct properties of tensors.
-        name: Of each item: index in `names`.
-        kind: Of each item: an `ItemKind`.
-        properties: Of each item: index in `table`; -1 for byte items.
-        dimensions: Of each item: the number of dimensions.
-        size: Size of the whole tensor: int64[items, width], padded with 1.
-        offset: Offset of the chunk in it: int64[items, width], padded with 0.
-        extent: Size of the chunk: int64[items, width], padded with 1.
-    """
-
-    names: tuple[str, ...]
-    paths: tuple[Path, ...]
+    names: tuple[str, ...]  # flattened names; a name may have no item, or several
+    paths: tuple[Path, ...]  # the path of each name, as in DCP's planner data
     table: tuple[Properties, ...]
     name: Ints
     kind: Ints
-    properties: Ints
+    properties: Ints  # of each item: index in `table`; -1 for byte items
     dimensions: Ints
-    size: Ints
-    offset: Ints
-    extent: Ints
+    size: Ints  # size of the whole tensor: int64[items, width], padded with 1
+    offset: Ints  # offset of the chunk in it: int64[items, width], padded with 0
+    extent: Ints  # size of the chunk: int64[items, width], padded with 1
 
     def __len__(self) -> int:
         return len(self.name)
@@ -64,11 +51,7 @@ class LocalPlan(PlanItems):
     """The plan of one rank as if it saved alone, in the order of its state dict."""
 
     def is_same(self, other: LocalPlan) -> bool:
-        """Return whether both plans describe the same structure.
-
-        Args:
-            other: The plan to compare with.
-        """
+        """Return whether both plans describe the same structure."""
         return (self.names, self.paths, self.table) == (
             other.names,
             other.paths,
@@ -78,11 +61,7 @@ class LocalPlan(PlanItems):
         )
 
     def without(self, names: Collection[str]) -> LocalPlan:
-        """Return the plan without these names and their items.
-
-        Args:
-            names: Flattened names.
-        """
+        """Return the plan without these names and their items."""
         stays = np.array([name not in names for name in self.names], bool)
         rows, numbers = stays[self.name], np.cumsum(stays) - 1
         columns: dict[str, Any] = {column: getattr(self, column)[rows] for column in COLUMNS}
@@ -98,64 +77,39 @@ class LocalPlan(PlanItems):
 def widened(columns: Ints, width: int, value: int) -> Ints:
     """Return sizes, offsets or extents with `width` columns, padded with `value`.
 
-    Args:
-        columns: int64[rows, at most `width`].
-        width: Number of columns to return.
-        value: What the missing columns hold.
+    `columns`: int64[rows, at most `width`].
     """
     missing = width - columns.shape[1]
     return np.pad(columns, ((0, 0), (0, missing)), constant_values=value) if missing else columns
 
 
 class ItemRow(NamedTuple):
-    """One item, as input of `local_plan`.
-
-    Attributes:
-        name: Index of its name.
-        kind: What it is.
-        properties: Of a tensor.
-        box: Size of the tensor, and offset and extent of the chunk in it.
-    """
+    """One item, as input of `local_plan`."""
 
     # A NamedTuple: twenty thousand of them are made in a tenth of a dataclass's time.
     name: int
     kind: ItemKind
     properties: Properties | None = None
+    # size of the tensor, and offset and extent of the chunk in it
     box: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGroup:
-    """Tensors of one kind, as columns; input of `local_plan`.
-
-    Attributes:
-        name: Index of each one's name.
-        kind: TENSOR or SHARD.
-        properties: Of each.
-        sizes: Of each whole tensor.
-        offsets: Of each chunk; None if the tensors are whole.
-        extents: Of each chunk; None if the tensors are whole.
-    """
+    """Tensors of one kind, as columns; input of `local_plan`."""
 
     name: Sequence[int]
     kind: ItemKind
     properties: Sequence[Properties]
     sizes: Sequence[Sequence[int]]
-    offsets: Sequence[Sequence[int]] | None = None
-    extents: Sequence[Sequence[int]] | None = None
+    offsets: Sequence[Sequence[int]] | None = None  # of each chunk; None if the tensors are whole
+    extents: Sequence[Sequence[int]] | None = None  # of each chunk; None if the tensors are whole
 
 
 def local_plan(
     names: Sequence[str], paths: Sequence[Path], rows: Sequence[ItemRow], *groups: TensorGroup
 ) -> LocalPlan:
-    """Return the plan with these items, in the order of their names.
-
-    Args:
-        names: Flattened names.
-        paths: The path of each.
-        rows: Items, one by one.
-        groups: Tensors, many at once.
-    """
+    """Return the plan with these items, in the order of their names."""
     name, kind, properties, boxes = zip(*rows, strict=True) if rows else ((), (), (), ())
     sizes, offsets, extents = zip(*boxes, strict=True) if rows else ((), (), ())
     kinds = [*kind, *chain.from_iterable(repeat(group.kind, len(group.name)) for group in groups)]

@@ -20,24 +20,15 @@ Saved = tuple[torch.dtype, torch.Size]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemRead:
-    """One item to read.
-
-    Attributes:
-        request: DCP's read item.
-        file: Its segment.
-        offset: Where its stream begins in the segment, in bytes.
-        length: Bytes of its stream.
-        saved: Dtype and shape of the saved chunk; None for a byte item.
-        transforms: What DCP recorded of the stream's transforms.
-        address: Where in this process's memory its payload goes as it is; None: the planner tells.
-    """
+    """One item to read."""
 
     request: ReadItem
     file: str
-    offset: int
+    offset: int  # where its stream begins in the segment, in bytes
     length: int
-    saved: Saved | None = None
+    saved: Saved | None = None  # Dtype and shape of the saved chunk; None for a byte item
     transforms: Sequence[str] = ()
+    # where in this process's memory its payload goes as it is; None: the planner tells
     address: int | None = None
 
     @property
@@ -48,27 +39,19 @@ class ItemRead:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DirectRead:
-    """Payloads that are read as they are into the caller's tensors, one row each.
-
-    Attributes:
-        file: Index in `Reads.files` of the segment.
-        address: Where the payload goes.
-        offset: Where it begins in the segment, in bytes.
-        nbytes: Its bytes.
-        device: Number of the CUDA device that the address is on; `HOST` for this process's memory.
-    """
+    """Payloads that are read as they are into the caller's tensors, one row each."""
 
     file: Ints
     address: Ints
-    offset: Ints
+    offset: Ints  # where it begins in the segment, in bytes
     nbytes: Ints
+    # number of the CUDA device that the address is on; `HOST` for this process's memory
     device: Ints
 
     def only(self, which: npt.NDArray[Any] | slice) -> DirectRead:
         """Return some of the rows.
 
-        Args:
-            which: Of each row, whether it is wanted; or their numbers, or a slice.
+        `which`: of each row, whether it is wanted; or their numbers, or a slice.
         """
         return DirectRead(
             file=self.file[which],
@@ -81,14 +64,7 @@ class DirectRead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """All that one rank reads.
-
-    Attributes:
-        files: Names of the segments.
-        payloads: The direct reads.
-        rest: Returns the items that aren't in `payloads`.
-        everything: Returns all items.
-    """
+    """All that one rank reads."""
 
     files: Sequence[str]
     payloads: DirectRead

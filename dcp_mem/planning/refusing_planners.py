@@ -8,11 +8,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 
 
 class RefusingSavePlanner(SavePlanner):
-    """Raises in the place of a plan.
-
-    Args:
-        error: Why this rank has none.
-    """
+    """Raises in the place of a plan."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -36,11 +32,7 @@ class RefusingSavePlanner(SavePlanner):
 
 
 class RefusingLoadPlanner(LoadPlanner):
-    """Raises in the place of a plan.
-
-    Args:
-        error: Why this rank has none.
-    """
+    """Raises in the place of a plan."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -33,15 +33,10 @@ _RANK = 1 << 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Alike:
-    """Names whose series have the same holders, offsets and extents.
-
-    Attributes:
-        names: The names.
-        series: Of each name, its series: int64[names, series of a name].
-    """
+    """Names whose series have the same holders, offsets and extents."""
 
     names: Ints
-    series: Ints
+    series: Ints  # of each name, its series: int64[names, series of a name]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -50,25 +45,16 @@ class _Class:
 
     The copies of a name's chunks are in the order of their offsets, copies of one chunk in the
     order of their ranks.
-
-    Attributes:
-        alike: The names.
-        series: Of each copy: which of the name's series it belongs to.
-        place: Of each copy: where among the series' holders its rank is.
-        rank: Of each copy: the rank that holds it.
-        starts: Where the copies of each chunk begin.
-        nbytes: Of each chunk.
-        shared: The chunks that several ranks hold.
-        share: Of each name, and each of these chunks: which of the holders writes it.
     """
 
     alike: _Alike
-    series: Ints
-    place: Ints
-    rank: Ints
+    series: Ints  # of each copy: which of the name's series it belongs to
+    place: Ints  # of each copy: where among the series' holders its rank is
+    rank: Ints  # of each copy: the rank that holds it
     starts: Ints
     nbytes: Ints
     shared: Ints
+    # of each name, and each of these chunks: which of the holders writes it
     share: npt.NDArray[np.int32]
 
     def choices(self) -> tuple[list[Ints], Ints]:
@@ -88,48 +74,30 @@ class _Class:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WrittenSeries:
-    """The chunks of one name, in the order of their offsets.
-
-    Attributes:
-        name: Index of the name.
-        first: The series of the chunk that comes first in the plan.
-        place: Of that chunk: its place in the order of the whole plan.
-        box: Offsets and extents of the chunks. The same object for names of which they are equal.
-        rows: Of each chunk: its row in the writer's plan.
-    """
+    """The chunks of one name, in the order of their offsets."""
 
     name: int
-    first: int
-    place: int
+    first: int  # the series of the chunk that comes first in the plan
+    place: int  # of that chunk: its place in the order of the whole plan
+    # Offsets and extents of the chunks. The same object for names of which they are equal.
     box: Boxes
-    rows: Ints
+    rows: Ints  # of each chunk: its row in the writer's plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Chunks of a name.
+    """Chunks of a name."""
 
-    Attributes:
-        writer: Of each chunk: the rank that writes it.
-        offset: Of each chunk, a column for each dimension.
-        extent: Of each chunk, a column for each dimension.
-    """
-
-    writer: Ints
-    offset: Sequence[Ints]
-    extent: Sequence[Ints]
+    writer: Ints  # of each chunk: the rank that writes it
+    offset: Sequence[Ints]  # of each chunk, a column for each dimension
+    extent: Sequence[Ints]  # of each chunk, a column for each dimension
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeriesPlan:
-    """What the ranks write.
+    """What the ranks write."""
 
-    Attributes:
-        plan: All ranks' plans, in order.
-        classes: The names that have chunks.
-    """
-
-    plan: JointPlan
+    plan: JointPlan  # all ranks' plans, in order
     classes: Sequence[_Class]
 
     def written(self) -> Iterator[WrittenSeries]:
@@ -187,9 +155,7 @@ class SeriesPlan:
 def masks_of(written: npt.NDArray[np.bool_], ends: Ints) -> list[bytes]:
     """Return each rank's part of this as bits; equal ones are one object.
 
-    Args:
-        written: Of each item of all ranks, rank after rank: whether its rank writes it.
-        ends: Where the items of each rank end.
+    `written`: of each item of all ranks, rank after rank: whether its rank writes it.
     """
     known: dict[bytes, bytes] = {}
     masks = (
@@ -205,12 +171,7 @@ def merge_series(plan: JointPlan, *, to_lowest_rank: bool = False) -> SeriesPlan
     2. Sort the chunks of one name of each class, and refuse contradictions.
     3. Choose writers for chunks that several ranks hold.
 
-    Args:
-        plan: Of all ranks.
-        to_lowest_rank: As for `global_plan.merge`.
-
-    Raises:
-        PlanInvalid: The plans contradict each other; the text names up to ten problems.
+    Raises PlanInvalid.
     """
     plan = in_order(plan)
     classes, bad = [], []
@@ -264,8 +225,7 @@ def _batches(plan: JointPlan, classes: Sequence[_Alike]) -> Iterator[list[_Alike
 def _classes(plan: JointPlan, several: Sequence[_Alike]) -> tuple[list[_Class], list[_Alike]]:
     """Sort the chunks of some classes.
 
-    Returns:
-        The classes, and instead those that contradict themselves.
+    Returns the classes, and instead those that contradict themselves.
     """
     rows = plan_rows(plan, np.concatenate([one.series[0] for one in several]))
     order = by_place(rows)

@@ -19,12 +19,7 @@ from dcp_mem.planning.shard_marks import are_marked
 def rows_of(name: int, tensor: ShardedTensor) -> Iterator[ItemRow]:
     """Yield a row for each local shard.
 
-    Args:
-        name: Index of the tensor's name.
-        tensor: The ShardedTensor.
-
-    Raises:
-        NotDescribable: A shard isn't of a plain type, or isn't what the metadata says.
+    Raises NotDescribable.
     """
     whole = tensor.metadata()
     known = whole.tensor_properties
@@ -52,11 +47,7 @@ def rows_of(name: int, tensor: ShardedTensor) -> Iterator[ItemRow]:
 
 
 def local_tensors(tensor: ShardedTensor) -> list[torch.Tensor]:
-    """Return the local shards' tensors, in the order of the rows.
-
-    Args:
-        tensor: This rank may have no shard of it.
-    """
+    """Return the local shards' tensors, in the order of the rows."""
     return [shard.tensor for shard in tensor.local_shards()]
 
 
@@ -65,9 +56,6 @@ def sharding_of(tensor: ShardedTensor) -> tuple[object, ...]:
 
     The local shards' dtypes and shapes are compared elsewhere. Other ranks' shards don't count:
     those ranks have rows of their own.
-
-    Args:
-        tensor: The local shards' elements aren't read.
     """
     whole = tensor.metadata()
     known = whole.tensor_properties

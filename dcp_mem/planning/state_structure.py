@@ -40,18 +40,9 @@ _LOOKED_AT: tuple[Callable[[Any], Any], ...] = (type, _DTYPE, _LAYOUT, _REQUIRES
 class DescribedState:
     """A state dict taken apart and described.
 
-    Args:
-        state: As `dcp.save` gets it.
-
-    Attributes:
-        root: Its structure.
-        leaves: Its leaves, in the order of `plan.names`.
-        plan: What this rank would write; `item_values` returns the value of each item.
-        has_sharded_tensors: Whether any leaf is a `ShardedTensor`; DTensors don't count.
-
-    Raises:
-        NotDescribable: It holds something that only DCP's own planner can plan.
-        ValueError: Two leaves get the same flattened name, or a DTensor has partial placements.
+    `leaves`: its leaves, in the order of `plan.names`. `plan`: what this rank would write;
+    `item_values` returns the value of each item. `has_sharded_tensors`: whether any leaf is a
+    `ShardedTensor`; DTensors don't count. Raises NotDescribable, ValueError.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -65,9 +56,8 @@ class DescribedState:
     def item_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return the values of the plan's items: of sharded leaves, the local tensors.
 
-        Args:
-            leaves: In the order of `plan.names`: those described, or those of a state dict with
-                this structure.
+        `leaves`: in the order of `plan.names`: those described, or those of a state dict with this
+        structure.
         """
         if not self._has_dtensors and not self.has_sharded_tensors:
             return leaves
@@ -77,11 +67,7 @@ class DescribedState:
         return list(chain.from_iterable(map(_parts, held)))
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Remove the leaves of these names, and their items, from `leaves` and `plan`.
-
-        Args:
-            names: Flattened names.
-        """
+        """Remove the leaves of these names, and their items, from `leaves` and `plan`."""
         self.leaves = [
             leaf
             for leaf, name in zip(self.leaves, self.plan.names, strict=True)
@@ -97,15 +83,7 @@ class Structure:
     `recognise` returns the leaves of a state dict of the same structure, in the order of
     `plan.names`, and `item_values` the values of the plan's items. The structure holds no leaves.
 
-    Args:
-        state: As `dcp.save` gets it.
-
-    Attributes:
-        plan: What this rank would write.
-
-    Raises:
-        NotDescribable: It holds something that only DCP's own planner can plan.
-        ValueError: Two leaves get the same flattened name, or a DTensor has partial placements.
+    `plan`: what this rank would write. Raises NotDescribable, ValueError.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -137,11 +115,9 @@ class Structure:
     ) -> Sequence[Any] | None:
         """Return the leaves of a state dict of the same structure; None for any other.
 
-        Args:
-            state: The state dict.
-            visit: Called with the index of its first tensor, each block of the plan's tensors, and
-                where these are known to lie, while the processor's cache has them. If None is
-                returned, its results are void.
+        `visit`: called with the index of its first tensor, each block of the plan's tensors, and
+        where these are known to lie, while the processor's cache has them. If None is returned, its
+        results are void.
         """
         leaves: list[Any] = []
         if not collect_leaves(state, self._root, leaves):
@@ -177,10 +153,8 @@ class Structure:
 class _Looks:
     """What a block of tensors looks like.
 
-    Args:
-        block: The tensors.
-        one_of: Of each shape the object to compare with. Comparing with few of them is faster:
-            they stay in the processor's cache.
+    `one_of`: of each shape the object to compare with. Comparing with few of them is faster: they
+    stay in the processor's cache.
     """
 
     def __init__(self, block: Sequence[torch.Tensor], one_of: dict[torch.Size, torch.Size]) -> None:
@@ -198,12 +172,7 @@ def _look_at(block: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
 
 
 class _Sharding:
-    """How the sharded leaves of a state dict are sharded.
-
-    Args:
-        dtensors: Those leaves that are DTensors.
-        others: Those that are ShardedTensors.
-    """
+    """How the sharded leaves of a state dict are sharded."""
 
     def __init__(self, dtensors: Sequence[DTensor], others: Sequence[ShardedTensor]) -> None:
         self._guards = Guards(dtensors)

@@ -19,12 +19,7 @@ TensorRule = Callable[[str, torch.Tensor], bool]
 def tensor_rule(argument: str, given: TensorChoice | None) -> TensorRule | None:
     """Return what tells whether a tensor is meant; None where none is.
 
-    Args:
-        argument: Name of the argument, for errors.
-        given: As a user gives it.
-
-    Raises:
-        ConfigError: It is of another kind.
+    Raises ConfigError.
     """
     if given is None or callable(given):
         return given
@@ -38,11 +33,7 @@ def tensor_rule(argument: str, given: TensorChoice | None) -> TensorRule | None:
 
 
 def repeatable(given: TensorChoice | None) -> TensorChoice | None:
-    """Return the same choice for several calls of `tensor_rule`, which use an iterator up.
-
-    Args:
-        given: As a user gives it.
-    """
+    """Return the same choice for several calls of `tensor_rule`, which use an iterator up."""
     return list(given) if isinstance(given, Iterator) else given
 
 
@@ -51,10 +42,7 @@ def chosen_names(
 ) -> set[str]:
     """Return the names of the tensors that are meant.
 
-    Args:
-        rule: As `tensor_rule` returned it.
-        names: Flattened names of a state dict.
-        leaves: Its values; of a DTensor, the function is given this rank's part.
+    `leaves`: its values; of a DTensor, the function is given this rank's part.
     """
     if rule is None:
         return set()

@@ -24,11 +24,7 @@ except ImportError:  # a future torch
 class Guards:
     """What tensors look like; it holds none of them.
 
-    Args:
-        tensors: Of any class, on any device.
-
-    Attributes:
-        where: Where they lie, if they can be copied as bytes; None also where `hold` can't tell.
+    `where`: where they lie, if they can be copied as bytes; None also where `hold` can't tell.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -40,9 +36,6 @@ class Guards:
 
         That is: class, dtype, layout, device, shape, strides, gradients, and whether it is the
         conjugate or the negative of what its memory has. False may also mean that nobody can tell.
-
-        Args:
-            tensors: May be anything.
         """
         if self._guards is None:
             return False

@@ -43,12 +43,7 @@ _Item = tuple[Any, ...]
 
 
 def refuse_other_save(plan: LocalPlan, leaves: Sequence[Any]) -> None:
-    """Raise NotDescribable where torch would save a specimen otherwise; warn once.
-
-    Args:
-        plan: dcp_mem's.
-        leaves: In the order of `plan.names`.
-    """
+    """Raise NotDescribable where torch would save a specimen otherwise; warn once."""
     try:
         _hold(_written_by_torch, plan, leaves, np.arange(len(leaves)))
     finally:
@@ -58,9 +53,7 @@ def refuse_other_save(plan: LocalPlan, leaves: Sequence[Any]) -> None:
 def refuse_other_load(plan: LocalPlan, leaves: Sequence[Any]) -> None:
     """Raise NotDescribable where torch would load into a specimen otherwise; warn once.
 
-    Args:
-        plan: dcp_mem's.
-        leaves: In the order of `plan.names`. Those that aren't tensors are what was saved.
+    `leaves`: in the order of `plan.names`. Those that aren't tensors are what was saved.
     """
     counts = np.bincount(plan.name[plan.kind != ItemKind.OBJECT])
     _hold(_read_by_torch, plan, leaves, np.flatnonzero(counts))
@@ -107,12 +100,8 @@ def _described(items: Sequence[_Item] | None) -> str:
 class _Specimens:
     """Values of a state dict: the first of each kind, by what can be told of all at once.
 
-    Attributes:
-        names: Their names.
-        leaves: The values, by name.
-        items: What dcp_mem plans for each: kind, and size, offset and extent of a tensor.
-        paths: Of each, in the state dict.
-        dtypes: Of each that is a tensor with an item.
+    `items`: what dcp_mem plans for each: kind, and size, offset and extent of a tensor. `paths`: of
+    each, in the state dict. `dtypes`: of each that is a tensor with an item.
     """
 
     def __init__(self, plan: LocalPlan, leaves: Sequence[Any], numbers: Ints) -> None:

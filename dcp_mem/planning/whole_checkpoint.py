@@ -17,11 +17,7 @@ from dcp_mem.planning.reads import Reads
 
 
 def blank_tensors(metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Return an uninitialised CPU tensor for each of a checkpoint's tensors, by flattened name.
-
-    Args:
-        metadata: DCP's metadata of the checkpoint.
-    """
+    """Return an uninitialised CPU tensor for each of a checkpoint's tensors, by flattened name."""
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -32,20 +28,14 @@ def blank_tensors(metadata: Metadata) -> dict[str, torch.Tensor]:
 def paths_of(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
     """Return the path of each flattened name in the state dict that was saved.
 
-    Args:
-        metadata: DCP's metadata of the checkpoint; without planner data a path is the name alone.
+    `metadata`: DCP's metadata of the checkpoint; without planner data a path is the name alone.
     """
     paths = metadata.planner_data or {}
     return {name: paths.get(name, (name,)) for name in metadata.state_dict_metadata}
 
 
 def nested(metadata: Metadata, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nest values as they were nested in the state dict that was saved.
-
-    Args:
-        metadata: DCP's metadata of the checkpoint.
-        values: By flattened name.
-    """
+    """Nest values as they were nested in the state dict that was saved."""
     return unflatten_state_dict(dict(values), paths_of(metadata))
 
 
@@ -64,15 +54,7 @@ class WholePlanner(LocalLoadPlanner):
         *,
         into_devices: bool = False,
     ) -> Reads | None:
-        """Return None: an empty state dict is filled by `set_up_planner`, from DCP's metadata.
-
-        Args:
-            state: Not used.
-            catalog: Not used.
-            save_id: Not used.
-            tails: Not used.
-            into_devices: Not used.
-        """
+        """Return None: an empty state dict is filled by `set_up_planner`, from DCP's metadata."""
         return None
 
     def set_up_planner(
@@ -83,13 +65,8 @@ class WholePlanner(LocalLoadPlanner):
     ) -> None:
         """Fill the state dict with what the metadata lists, then plan as usual.
 
-        Args:
-            state_dict: What it held is dropped.
-            metadata: DCP's metadata of the checkpoint; never None here.
-            is_coordinator: Whether this rank coordinates the load.
-
-        Raises:
-            SizeRefused: The tensors would take more than this machine's memory.
+        `state_dict`: what it held is dropped. `metadata`: DCP's metadata of the checkpoint; never
+        None here. Raises SizeRefused.
         """
         assert metadata is not None
         _refuse_more_than_this_machine_has(metadata)

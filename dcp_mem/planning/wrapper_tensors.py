@@ -22,11 +22,7 @@ _UNKNOWN = (0, -1)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values lie in other tensors. A DTensor isn't meant here.
-
-    Args:
-        tensor: Of any class.
-    """
+    """Return whether a tensor's values lie in other tensors. A DTensor isn't meant here."""
     kind = type(tensor)
     if kind in PLAIN or kind is DTensor:
         return False
@@ -34,11 +30,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values lie in memory of its own; a wrapper's do not.
-
-    Args:
-        tensor: Of any class but DTensor.
-    """
+    """Return whether a tensor's values lie in memory of its own; a wrapper's do not."""
     kind = type(tensor)
     return kind in PLAIN or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
@@ -46,11 +38,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor apart from autograd, and a wrapper as it is.
 
-    Args:
-        tensor: Of any class.
-
-    Raises:
-        DcpMemError: It would become a tensor of another class, with other memory.
+    Raises DcpMemError.
     """
     if is_wrapper(tensor):
         return tensor
@@ -64,12 +52,8 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 def rebuilt(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return a tensor of the same class and structure, of other parts.
 
-    Args:
-        tensor: A wrapper.
-        change: Returns what takes a part's place; for a part that is a wrapper itself, too.
-
-    Raises:
-        DcpMemError: The class makes something else of its parts.
+    `change`: returns what takes a part's place; for a part that is a wrapper itself, too. Raises
+    DcpMemError.
     """
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = {name: change(getattr(tensor, name)) for name in names}
@@ -85,13 +69,7 @@ def rebuilt(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
 def refuse_other_class(result: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
     """Raise where an operation has turned a tensor into one of another class.
 
-    Args:
-        result: Of the operation.
-        tensor: What it was done with.
-        what: The operation, for people: "… when it <what>".
-
-    Raises:
-        DcpMemError: The classes differ.
+    Raises DcpMemError.
     """
     if type(result) is not type(tensor):
         raise DcpMemError(
@@ -105,11 +83,7 @@ def refuse_other_class(result: torch.Tensor, tensor: torch.Tensor, what: str) ->
 def naming(name: str) -> Iterator[None]:
     """Have errors of this module say which tensor they are about.
 
-    Args:
-        name: The tensor's.
-
-    Raises:
-        DcpMemError: With the name in front.
+    Raises DcpMemError.
     """
     try:
         yield
@@ -120,11 +94,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def class_name(tensor: object) -> str:
-    """Return the name of a tensor's class with its module, for people.
-
-    Args:
-        tensor: Of any class.
-    """
+    """Return the name of a tensor's class with its module, for people."""
     kind = type(tensor)
     return f"a {kind.__module__}.{kind.__qualname__}"
 
@@ -135,12 +105,7 @@ def copy_values(target: torch.Tensor, values: torch.Tensor) -> None:
     Otherwise the classes decide what a copy is, as they would for torch. One that copies nothing is
     refused.
 
-    Args:
-        target: Of any class.
-        values: Of any class, and of the target's shape.
-
-    Raises:
-        DcpMemError: The classes don't go together.
+    `values`: of any class, and of the target's shape. Raises DcpMemError.
     """
     if type(target) in PLAIN and type(values) in PLAIN:
         target.copy_(values)

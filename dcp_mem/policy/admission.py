@@ -29,26 +29,16 @@ from dcp_mem.policy.order import newest_first
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """One node's memory before a save; all figures in bytes.
-
-    Attributes:
-        kept: The complete checkpoints in it.
-        used: What the job occupies, free slots included.
-        spare: What of `used` is in slots that this save may claim, or may give back.
-        free: What the file system still has.
-        limit: The memory budget; None for none.
-        needed: What the slots that this save claims take in all, on the node.
-        records: What files beside the segments will take.
-        is_lent: Whether followers have links to files in it, whose memory comes back when they end.
-    """
+    """One node's memory before a save; all figures in bytes."""
 
     kept: tuple[CheckpointFacts, ...]
     used: int
-    spare: int
+    spare: int  # what of `used` is in slots that this save may claim, or may give back
     free: int
-    limit: int | None
-    needed: int
+    limit: int | None  # the memory budget; None for none
+    needed: int  # what the slots that this save claims take in all, on the node
     records: int = 0
+    # whether followers have links to files in it, whose memory comes back when they end
     is_lent: bool = False
 
     @property
@@ -67,33 +57,23 @@ class Admission(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The decision for all ranks: checkpoints to evict, and whether to stage the new one.
-
-    Attributes:
-        action: Whether the new checkpoint is staged.
-        evict: Save ids of the checkpoints that leave.
-        gives_back: Whether free slots that the save won't claim are given back to the system.
-        needed: If FULL: bytes that the node which lacks room would need.
-        limit: If FULL: bytes that this node may use.
-        why: If FULL: what that node lacks, for people.
-        lasting: If FULL: nothing that is under way will make room either; it is no use to wait.
-    """
+    """The decision for all ranks: checkpoints to evict, and whether to stage the new one."""
 
     action: Admission
     evict: frozenset[str] = frozenset()
+    # whether free slots that the save won't claim are given back to the system
     gives_back: bool = False
-    needed: int = 0
-    limit: int = 0
-    why: str = ""
+    needed: int = 0  # if FULL: bytes that the node which lacks room would need
+    limit: int = 0  # if FULL: bytes that this node may use
+    why: str = ""  # if FULL: what that node lacks, for people
+    # if FULL: nothing that is under way will make room either; it is no use to wait
     lasting: bool = False
 
 
 def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
     """Decide for all nodes together whether one more checkpoint is staged, and what leaves for it.
 
-    Args:
-        nodes: Every node's memory.
-        keep: How many checkpoints stay at most beside the one that is staged.
+    `keep`: how many checkpoints stay at most beside the one that is staged.
     """
     nodes = _with_known_copies(nodes)
     evict: set[str] = set()
@@ -118,8 +98,7 @@ def still_full(nodes: Sequence[NodeMemory]) -> Verdict | None:
 
     Something may have stayed: a reader that came just then keeps its checkpoint, or its slot.
 
-    Args:
-        nodes: Every node's memory as it is now. `needed` is what slots have yet to grow by.
+    `nodes`: every node's memory as it is now. `needed` is what slots have yet to grow by.
     """
     for node in nodes:
         needed = node.used + node.needed + node.records
@@ -139,9 +118,7 @@ def retire(kept: Sequence[CheckpointFacts], keep: int) -> frozenset[str]:
 
     What isn't chosen leaves, unless it is pending; then the oldest leave until `keep` are left.
 
-    Args:
-        kept: A node's checkpoints, the new one included.
-        keep: How many stay at most, if they may leave.
+    `keep`: how many stay at most, if they may leave.
     """
     leaving: set[str] = set()
     staying = _needed(kept) | _busy(kept)
@@ -156,21 +133,12 @@ def allowance(kept: Sequence[CheckpointFacts], keep: int) -> int:
     """Return how many checkpoints may stay while another one is staged.
 
     That is `keep`, or 2 where `keep` is 1 and only an older checkpoint than the newest has copies.
-
-    Args:
-        kept: A node's checkpoints.
-        keep: How many stay.
     """
     return max(keep, len(_newest(kept) | _newest([one for one in kept if one.replicated])))
 
 
 def most_at_once(keep: int, gets_copies: bool) -> int:
-    """Return how many checkpoints a node's memory holds at most, the one being staged included.
-
-    Args:
-        keep: How many stay.
-        gets_copies: Whether checkpoints are replicated.
-    """
+    """Return how many checkpoints a node's memory holds at most, the one being staged included."""
     return max(keep, 2 if gets_copies else 1) + 1
 
 
@@ -250,13 +218,7 @@ def _needed_in_all(node: NodeMemory, freed: int) -> int:
 def _evictable(
     kept: Sequence[CheckpointFacts], staying: frozenset[str], whole: frozenset[str]
 ) -> list[CheckpointFacts]:
-    """Return what may leave, in the order of rule 3.
-
-    Args:
-        kept: A node's checkpoints.
-        staying: Save ids that don't leave.
-        whole: Save ids of checkpoints that all nodes hold.
-    """
+    """Return what may leave, in the order of rule 3."""
     free = [one for one in reversed(_newest_first(kept)) if one.key not in staying]
     return sorted(free, key=lambda one: (one.key in whole, one.chosen, one.pending))
 

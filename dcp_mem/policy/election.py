@@ -33,89 +33,61 @@ _MOST_NAMED = 8
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint, or a part of it, as found on a rank's node or on storage.
-
-    Attributes:
-        name: Its checkpoint id.
-        save_id: "" for a checkpoint that torch's own writer made.
-        place: By which it gets its place in the order.
-        problem: Why it can't be loaded from there; "" if it can.
-        count: How many ranks' segments the whole checkpoint has; 0 where that isn't known.
-        second: Numbers of the second segments that some ranks have.
-        segments: Ranks whose segments lie there; None for all of them.
-        lacking: Why other segments don't lie there.
-        stripes: Parity that lies there, each with its file.
-        sizes: Bytes of the segments that this parity is of, and of empty segments, by rank.
-        redundancy: What copies or parity had been made of the checkpoint.
-        rejected: Why it is not to be resumed from; "" if nobody has rejected it.
-        was_stored: In memory: whether it is known to have got to storage.
-        replaces: In memory: identity of the `.metadata` that lay on storage when it was saved, ""
-            for none; None where nobody looked.
-        metadata: On storage: identity of its `.metadata`.
-    """
+    """A checkpoint, or a part of it, as found on a rank's node or on storage."""
 
     name: str
-    save_id: str
-    place: Place
-    rejected: str = ""
-    was_stored: bool = False
+    save_id: str  # "" for a checkpoint that torch's own writer made
+    place: Place  # by which it gets its place in the order
+    rejected: str = ""  # why it is not to be resumed from; "" if nobody has rejected it
+    was_stored: bool = False  # in memory: whether it is known to have got to storage
+    # in memory: identity of the `.metadata` that lay on storage when it was saved, "" for none;
+    # None where nobody looked
     replaces: str | None = None
     metadata: str = ""
-    problem: str = ""
-    count: int = 0
-    second: tuple[int, ...] = ()
-    segments: frozenset[int] | None = None
+    problem: str = ""  # why it can't be loaded from there; "" if it can
+    count: int = 0  # how many ranks' segments the whole checkpoint has; 0 where that isn't known
+    second: tuple[int, ...] = ()  # numbers of the second segments that some ranks have
+    segments: frozenset[int] | None = None  # ranks whose segments lie there; None for all of them
     lacking: str = ""
-    stripes: tuple[tuple[str, Stripe], ...] = ()
+    stripes: tuple[tuple[str, Stripe], ...] = ()  # parity that lies there, each with its file
+    # bytes of the segments that this parity is of, and of empty segments, by rank
     sizes: Mapping[int, int] = field(default_factory=dict)
+    # what copies or parity had been made of the checkpoint
     redundancy: Redundancy = field(default_factory=Redundancy)
 
 
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElectedCheckpoint:
-    """A checkpoint that can be loaded, and from where.
-
-    Attributes:
-        name: Its checkpoint id.
-        save_id: "" for a checkpoint that torch's own writer made.
-        place: As in FoundCheckpoint.
-        memory: The memory of all nodes together has it.
-        storage: Storage has it.
-        holders: For each segment, the ranks of this load whose node has it in memory; None where
-            every rank's node has all segments.
-        teller: The rank that describes the checkpoint to all others; None where each rank reads the
-            description by itself.
-        lost: For each segment that no node has, the terms whose XOR it is.
-        parity: The files of the stripes among these terms, each with the ranks whose nodes have it.
-        redundancy: What copies or parity had been made of the checkpoint.
-    """
+    """A checkpoint that can be loaded, and from where."""
 
     name: str
-    save_id: str
+    save_id: str  # "" for a checkpoint that torch's own writer made
     place: Place
-    memory: bool
+    memory: bool  # the memory of all nodes together has it
     storage: bool
+    # for each segment, the ranks of this load whose node has it in memory; None where every rank's
+    # node has all segments
     holders: Mapping[int, tuple[int, ...]] | None = None
+    # the rank that describes the checkpoint to all others; None where each rank reads the
+    # description by itself
     teller: int | None = None
+    # for each segment that no node has, the terms whose XOR it is
     lost: Mapping[int, tuple[Term, ...]] = field(default_factory=dict)
+    # the files of the stripes among these terms, each with the ranks whose nodes have it
     parity: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # what copies or parity had been made of the checkpoint
     redundancy: Redundancy = field(default_factory=Redundancy)
 
 
 @sendable
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
-    """The candidates of a load, and the reasons against all other checkpoints.
+    """The candidates of a load, and the reasons against all other checkpoints."""
 
-    Attributes:
-        choices: Checkpoints that can be loaded, newest first.
-        reasons: Why each other checkpoint can't be, newest first.
-        newest: The greatest number of all checkpoints, also of those that can't be loaded.
-    """
-
-    choices: tuple[ElectedCheckpoint, ...]
-    reasons: tuple[str, ...]
+    choices: tuple[ElectedCheckpoint, ...]  # checkpoints that can be loaded, newest first
+    reasons: tuple[str, ...]  # why each other checkpoint can't be, newest first
+    # the greatest number of all checkpoints, also of those that can't be loaded
     newest: SaveNumber = UNNUMBERED
 
 
@@ -128,11 +100,8 @@ def elect(
 ) -> RecoveryPlan:
     """Rank the checkpoints for whose every segment there is a source, newest first.
 
-    Args:
-        inventories: For each rank, what its node has in memory.
-        stored: What storage has.
-        is_named: Whether these are the checkpoints of a name that was asked for.
-        removed: Names whose directories on storage were made by their saves, and are gone.
+    `is_named`: whether these are the checkpoints of a name that was asked for. `removed`: names
+    whose directories on storage were made by their saves, and are gone.
     """
     in_memory = [{(one.name, one.save_id): one for one in inventory} for inventory in inventories]
     on_storage = {(one.name, one.save_id): one for one in stored}
@@ -201,9 +170,6 @@ def in_common(plans: Sequence[RecoveryPlan]) -> RecoveryPlan:
     """Return what every rank can load, where each rank has saved its own part alone.
 
     The save ids of such parts differ, so checkpoints are matched by name.
-
-    Args:
-        plans: For each rank, what it can load.
     """
     everywhere = set.intersection(*({choice.name for choice in plan.choices} for plan in plans))
     newest: dict[str, ElectedCheckpoint] = {}
@@ -223,15 +189,7 @@ def _choice(
     *,
     storage: bool,
 ) -> ElectedCheckpoint:
-    """Put together what the ranks have found of one checkpoint.
-
-    Args:
-        key: Its name and save id.
-        place: What is known of its place in the order.
-        found: What ranks have found in memory, by rank.
-        ranks: How many ranks load.
-        storage: Whether storage has it whole.
-    """
+    """Put together what the ranks have found of one checkpoint."""
     usable = {rank: one for rank, one in found.items() if not one.problem}
     known = {one.redundancy for one in usable.values()}
     redundancy = max(known, key=lambda one: (one.copies, one.parity), default=Redundancy())

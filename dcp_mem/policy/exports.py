@@ -13,11 +13,8 @@ from dcp_mem.policy.persistence import Persist, Since, every_n_saves
 def export_policy(every: int | Persist) -> Persist:
     """Return the policy that the argument `every` stands for.
 
-    Args:
-        every: A number n, for each n-th checkpoint; a policy is returned as it is.
-
-    Raises:
-        ConfigError: It is neither a number of at least 1 nor a policy.
+    `every`: a number n, for each n-th checkpoint; a policy is returned as it is. Raises
+    ConfigError.
     """
     if isinstance(every, Persist) and not every.is_never:
         return every
@@ -30,12 +27,7 @@ def export_policy(every: int | Persist) -> Persist:
 
 
 def why_undecided(policy: Persist, step: int | None) -> str:
-    """Return why nobody can tell whether a checkpoint is to be exported; "" where it is known.
-
-    Args:
-        policy: The policy.
-        step: Training step of the checkpoint, where it was told.
-    """
+    """Return why nobody can tell whether a checkpoint is to be exported; "" where it is known."""
     if policy.steps is None or step is not None:
         return ""
     return (
@@ -54,12 +46,8 @@ def is_exported(
 ) -> bool:
     """Tell whether a checkpoint is exported.
 
-    Args:
-        policy: The policy.
-        step: Training step of the checkpoint, where it was told.
-        created: When it was saved, in seconds since the epoch.
-        last: Step and time of the last one that was chosen; None where there was none.
-        passed: Checkpoints between the two.
+    `created`: when it was saved, in seconds since the epoch. `last`: step and time of the last one
+    that was chosen; None where there was none.
     """
     if last is None:
         return policy.wants(None, step)

@@ -25,9 +25,6 @@ def identity(choice: ElectedCheckpoint) -> Identity:
     """Return what a checkpoint that is damaged is remembered by.
 
     One that was damaged in memory may come to storage later, and be whole there.
-
-    Args:
-        choice: The checkpoint.
     """
     return choice.name, choice.save_id, choice.storage
 
@@ -41,11 +38,8 @@ def unseen(
 ) -> list[ElectedCheckpoint]:
     """Return the checkpoints that a follower may take, in their order.
 
-    Args:
-        choices: What can be loaded, newest first.
-        last: Place of the one that was taken last; None for none so far.
-        damaged: What turned out to be damaged.
-        only_durable: Whether only what storage has will do.
+    `choices`: what can be loaded, newest first. `last`: place of the one that was taken last; None
+    for none so far.
     """
     found = [_untouched(one) for one in _newer(choices, last) if identity(one) not in damaged]
     return [one for one in found if one.storage or (one.memory and not only_durable)]

@@ -130,13 +130,7 @@ def auto(mtbf: float | str, *, at_least_steps: int = 1) -> Auto:
 def steps_between(auto: Auto, blocking_seconds: float, step_seconds: float) -> int:
     """Return how many steps to take from one save to the next.
 
-    Args:
-        auto: What the user has asked for.
-        blocking_seconds: What a save blocks, as measured.
-        step_seconds: What a step takes, as measured.
-
-    Raises:
-        ConfigError: A time is negative or not finite, or steps take 0 seconds.
+    Raises ConfigError.
     """
     step = _seconds("step_seconds", step_seconds)
     interval = advice(blocking_seconds, auto.mtbf_seconds).interval_seconds
@@ -146,12 +140,7 @@ def steps_between(auto: Auto, blocking_seconds: float, step_seconds: float) -> i
 def parse_seconds(duration: float | str, argument: str) -> float:
     """Return the seconds of a number, or of a text like "12h", "30min", "1.5 d" or "90s".
 
-    Args:
-        duration: What the user has given.
-        argument: Name of the argument, for the error.
-
-    Raises:
-        ConfigError: It is no time above 0.
+    Raises ConfigError.
     """
     if not isinstance(duration, str):
         return _seconds(argument, duration)

@@ -20,25 +20,15 @@ Span = tuple[Extent, tuple[int, ...]]
 @sendable
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The bytes that a rank needs, and the room of its node.
-
-    Attributes:
-        node: The node's name.
-        extents: The bytes that the rank needs.
-        window_nbytes: The bytes that its node has for a window.
-    """
+    """The bytes that a rank needs, and the room of its node."""
 
     node: str
-    extents: Extents
-    window_nbytes: int
+    extents: Extents  # the bytes that the rank needs
+    window_nbytes: int  # the bytes that its node has for a window
 
 
 def spans(needs: Mapping[int, Extents]) -> Iterator[tuple[str, Iterator[Span]]]:
-    """Yield the needed bytes of each segment, cut where those who need them change.
-
-    Args:
-        needs: What each rank needs, or each node, by number.
-    """
+    """Yield the needed bytes of each segment, cut where those who need them change."""
     needed: dict[str, list[tuple[int, Sequence[Extent]]]] = {}
     for number, of_one in needs.items():
         for file, extents in of_one.items():

@@ -28,14 +28,9 @@ _COUNTS = 1 << 32
 @sendable
 @dataclass(frozen=True, slots=True, order=True)
 class SaveNumber:
-    """The number of a save within its job; the greater one is newer.
+    """The number of a save within its job; the greater one is newer."""
 
-    Attributes:
-        generation: Of the run; 0 for a checkpoint without a number.
-        count: Of the save, within the generation.
-    """
-
-    generation: int = 0
+    generation: int = 0  # of the run; 0 for a checkpoint without a number
     count: int = 0
 
     @property
@@ -45,11 +40,7 @@ class SaveNumber:
 
     @staticmethod
     def unpacked(packed: int) -> SaveNumber:
-        """Return the number that `packed` stands for.
-
-        Args:
-            packed: As the property returned it.
-        """
+        """Return the number that `packed` stands for."""
         return SaveNumber(*divmod(packed, _COUNTS))
 
     def __str__(self) -> str:
@@ -62,10 +53,8 @@ UNNUMBERED = SaveNumber()
 def next_number(known: SaveNumber, generation: int) -> SaveNumber:
     """Return the number of the next save.
 
-    Args:
-        known: The greatest number that any rank knows of.
-        generation: The one that the run goes on with; 0 if it hasn't begun one. A run that learns
-            of a newer generation begins another one, and is another run from then on.
+    `generation`: the one that the run goes on with; 0 if it hasn't begun one. A run that learns of
+    a newer generation begins another one, and is another run from then on.
     """
     if generation and generation >= known.generation:
         return SaveNumber(generation, known.count + 1 if generation == known.generation else 1)
@@ -75,40 +64,27 @@ def next_number(known: SaveNumber, generation: int) -> SaveNumber:
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The facts by which a checkpoint gets its place in the order.
-
-    Attributes:
-        number: Of the save.
-        run: Token of the run that saved it; "" where that isn't known.
-        time: When it was saved, in seconds since the epoch. It counts only among checkpoints
-            without a number.
-        stored_at: When storage got its `.metadata`, by the storage's clock; 0.0 where it didn't, or
-            doesn't tell.
-        is_foreign: Whether it is none of the job's saves. One that has a number all the same comes
-            right behind the save with that number.
-        step: Its training step; None where that isn't known.
-        key: Tells it from all others, and decides where nothing else does.
-    """
+    """The facts by which a checkpoint gets its place in the order."""
 
     number: SaveNumber
-    run: str = ""
+    run: str = ""  # token of the run that saved it; "" where that isn't known
+    # When it was saved, in seconds since the epoch. It counts only among checkpoints without a
+    # number.
     time: float = 0.0
+    # when storage got its `.metadata`, by the storage's clock; 0.0 where it didn't, or doesn't tell
     stored_at: float = 0.0
+    # Whether it is none of the job's saves. One that has a number all the same comes right behind
+    # the save with that number.
     is_foreign: bool = False
-    step: int | None = None
-    key: tuple[str, ...] = ()
+    step: int | None = None  # its training step; None where that isn't known
+    key: tuple[str, ...] = ()  # tells it from all others, and decides where nothing else does
 
 
 _Rank = tuple[SaveNumber, bool, float, int, tuple[str, ...]]
 
 
 def newest_first(found: Iterable[T], place: Callable[[T], Place]) -> list[T]:
-    """Return the checkpoints of a job, the newest first.
-
-    Args:
-        found: The checkpoints, each once.
-        place: Returns what is known of one.
-    """
+    """Return the checkpoints of a job, the newest first."""
     placed = [(one, place(one)) for one in found]
     generations = raised(each for _, each in placed)
     anchors = sorted(
@@ -121,21 +97,12 @@ def newest_first(found: Iterable[T], place: Callable[[T], Place]) -> list[T]:
 
 
 def is_newer(one: Place, other: Place) -> bool:
-    """Return whether a checkpoint is newer than another one of the same job.
-
-    Args:
-        one: The first.
-        other: The second.
-    """
+    """Return whether a checkpoint is newer than another one of the same job."""
     return newest_first([one, other], lambda place: place)[0] is one
 
 
 def raised(places: Iterable[Place]) -> dict[str, int]:
-    """Return the greatest generation that is known of each run (rule 2).
-
-    Args:
-        places: Of the checkpoints.
-    """
+    """Return the greatest generation that is known of each run (rule 2)."""
     generations: dict[str, int] = {}
     for one in places:
         if one.run:
@@ -163,11 +130,7 @@ def _rank(
 
 
 def joined_place(places: Iterable[Place]) -> Place:
-    """Return what is known together of one checkpoint that was found in several places.
-
-    Args:
-        places: At least one; all of the same checkpoint.
-    """
+    """Return what is known together of one checkpoint that was found in several places."""
     found = list(places)
     newest = max(found, key=lambda one: one.number)
     return replace(newest, stored_at=max(one.stored_at for one in found))
@@ -179,9 +142,7 @@ def contradiction(newest: Place, others: Sequence[Place]) -> str:
     A job that went back to an older step and saved on looks like that, and so does a job whose
     order was lost, such as with a root that was put together by hand.
 
-    Args:
-        newest: The newest checkpoint; the first text of its key is its name.
-        others: The others that could be loaded.
+    `newest`: the newest checkpoint; the first text of its key is its name.
     """
     later = [
         one

@@ -42,11 +42,7 @@ class Piece:
 @sendable
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Bytes [start, stop) of a rank's segment that are part of a stripe.
-
-    Attributes:
-        place: Where in the stripe they begin.
-    """
+    """Bytes [start, stop) of a rank's segment that are part of a stripe."""
 
     rank: int
     start: int
@@ -57,11 +53,7 @@ class Share:
 @sendable
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """The parity that one rank keeps: the XOR of its shares; bytes that no share covers are zero.
-
-    Attributes:
-        keeper: The rank that keeps it.
-    """
+    """The parity that a rank keeps: the XOR of its shares; bytes that no share covers are zero."""
 
     keeper: int
     nbytes: int
@@ -71,18 +63,10 @@ class Stripe:
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """Bytes whose XOR with those of the other terms is a lost segment.
+    """Bytes whose XOR with those of the other terms is a lost segment."""
 
-    Attributes:
-        is_stripe: They are bytes of a stripe, not of a segment.
-        of: The number of the stripe, or the rank of the segment.
-        start: Where they begin there.
-        stop: Where they end there.
-        place: Where in the lost segment they begin.
-    """
-
-    is_stripe: bool
-    of: int
+    is_stripe: bool  # they are bytes of a stripe, not of a segment
+    of: int  # the number of the stripe, or the rank of the segment
     start: int
     stop: int
     place: int
@@ -95,9 +79,7 @@ def groups(domains: Sequence[str], k: int) -> list[tuple[int, ...]]:
     has no two of them in one. No node is left alone, so for k = 1 an odd node makes a group of
     three.
 
-    Args:
-        domains: The failure domain of each node.
-        k: Over how many other nodes a node's bytes have parity; at least 1.
+    `k`: over how many other nodes a node's bytes have parity; at least 1.
     """
     members = defaultdict[str, list[int]](list)
     for node, domain in enumerate(domains):
@@ -110,10 +92,7 @@ def groups(domains: Sequence[str], k: int) -> list[tuple[int, ...]]:
 def piece(group: Group, node: int, holder: int) -> Piece:
     """Return the piece of a node's bytes that goes into the parity that `holder` keeps.
 
-    Args:
-        group: The nodes of the group, with their bytes.
-        node: The node whose bytes they are.
-        holder: Another node of the group.
+    `group`: the nodes of the group, with their bytes. `node`: the node whose bytes they are.
     """
     holders = sorted(group.keys() - {node})
     index, count = holders.index(holder), len(holders)
@@ -123,9 +102,7 @@ def piece(group: Group, node: int, holder: int) -> Piece:
 def pieces_for(group: Group, holder: int) -> tuple[Piece, ...]:
     """Return the pieces, one of each other node, whose XOR is a node's parity.
 
-    Args:
-        group: The nodes of the group, with their bytes.
-        holder: The node that keeps the parity.
+    `group`: the nodes of the group, with their bytes.
     """
     return tuple(piece(group, node, holder) for node in sorted(group.keys() - {holder}))
 
@@ -133,9 +110,7 @@ def pieces_for(group: Group, holder: int) -> tuple[Piece, ...]:
 def parity_nbytes(group: Group, holder: int) -> int:
     """Return the bytes of the parity that a node keeps.
 
-    Args:
-        group: The nodes of the group, with their bytes.
-        holder: The node.
+    `group`: the nodes of the group, with their bytes.
     """
     return max((one.nbytes for one in pieces_for(group, holder)), default=0)
 
@@ -145,11 +120,8 @@ def stripes(
 ) -> list[Stripe]:
     """Return the parity of a group, shared out among the ranks of the nodes that keep it.
 
-    Args:
-        group: The nodes of the group, with their bytes.
-        segments: For each node, the bytes of its ranks' segments, in their order; their sum is the
-            group's figure.
-        keepers: For each node, its ranks.
+    `group`: the nodes of the group, with their bytes. `segments`: for each node, the bytes of its
+    ranks' segments, in their order; their sum is the group's figure.
     """
     found = []
     for holder in sorted(group):
@@ -176,34 +148,19 @@ def steady_nbytes(nbytes: int) -> int:
 
     Stripes that are cut by it lie where they lay for the checkpoint before. It is at most 1/256
     more.
-
-    Args:
-        nbytes: Of the segment.
     """
     unit = 1 << (nbytes // 512).bit_length()
     return -(-nbytes // unit) * unit
 
 
 def clipped(stripe: Stripe, nbytes: Sequence[int]) -> Stripe:
-    """Return a stripe without the bytes behind its segments' ends.
-
-    Args:
-        stripe: Cut by longer segments.
-        nbytes: The length of every rank's segment.
-    """
+    """Return a stripe without the bytes behind its segments' ends."""
     shares = (replace(one, stop=min(one.stop, nbytes[one.rank])) for one in stripe.shares)
     return replace(stripe, shares=tuple(one for one in shares if one.start < one.stop))
 
 
 def _shares(segments: Segments, start: int, stop: int, origin: int) -> Iterator[Share]:
-    """Yield a stripe's shares in bytes [start, stop) of segments laid behind each other.
-
-    Args:
-        segments: Bytes of the segments, by rank.
-        start: First byte.
-        stop: Byte behind the last.
-        origin: The byte with which the stripe begins.
-    """
+    """Yield a stripe's shares in bytes [start, stop) of segments laid behind each other."""
     end = 0
     for rank, nbytes in segments.items():
         begin, end = end, end + nbytes
@@ -215,14 +172,7 @@ def _shares(segments: Segments, start: int, stop: int, origin: int) -> Iterator[
 def rebuilding(
     lost: int, nbytes: int, known: Sequence[Stripe], held: Collection[int]
 ) -> list[Term] | None:
-    """Return the terms whose XOR is a lost segment; None where some of its bytes can't be had.
-
-    Args:
-        lost: The segment's rank.
-        nbytes: Its length.
-        known: Stripes that some node has.
-        held: Ranks whose segments some node has.
-    """
+    """Return the terms whose XOR is a lost segment; None where some of its bytes can't be had."""
     terms: list[Term] = []
     reached = 0
     of_lost = (

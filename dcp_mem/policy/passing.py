@@ -38,22 +38,13 @@ NodeSet = tuple[range, ...]
 
 @sendable
 class LoadNode(NamedTuple):
-    """A node that takes part in a load. A plain tuple, because it is sent to all ranks.
+    """A node that takes part in a load. A plain tuple, because it is sent to all ranks."""
 
-    Attributes:
-        ranks: Its ranks, ascending; the first is its leader.
-        window_nbytes: The bytes that it has for a window.
-    """
-
-    ranks: tuple[int, ...]
-    window_nbytes: int
+    ranks: tuple[int, ...]  # its ranks, ascending; the first is its leader
+    window_nbytes: int  # the bytes that it has for a window
 
     def join(self, other: LoadNode) -> LoadNode:
-        """Join what is known of some of its ranks and of others.
-
-        Args:
-            other: Of the other ranks.
-        """
+        """Join what is known of some of its ranks and of others."""
         ranks = tuple(sorted((*self.ranks, *other.ranks)))
         return LoadNode(ranks, min(self.window_nbytes, other.window_nbytes))
 
@@ -66,12 +57,7 @@ class LoadNode(NamedTuple):
 def join_nodes(
     one: dict[str, LoadNode] | None, other: dict[str, LoadNode] | None
 ) -> dict[str, LoadNode] | None:
-    """Join the nodes, by name, that two sets of ranks know; None: a rank has failed.
-
-    Args:
-        one: Nodes of some ranks.
-        other: Nodes of others.
-    """
+    """Join the nodes, by name, that two sets of ranks know; None: a rank has failed."""
     if one is None or other is None:
         return None
     both = one.keys() & other.keys()
@@ -93,9 +79,7 @@ def requests(
 ) -> dict[int, dict[str, list[Extent]]]:
     """Return what a leader asks of each home.
 
-    Args:
-        needs: What each rank of its node needs of storage.
-        leaders: Of all nodes that pass on, ascending.
+    `leaders`: of all nodes that pass on, ascending.
     """
     wanted: dict[str, list[Extent]] = {}
     for extents in needs:
@@ -109,11 +93,7 @@ def requests(
 
 
 def joint(asked: Mapping[int, Extents]) -> dict[int, list[JointSpan]]:
-    """Return what a home tells the leaders: the bytes that their nodes need and others too.
-
-    Args:
-        asked: What each leader has asked for.
-    """
+    """Return what a home tells the leaders: the bytes that their nodes need and others too."""
     sets: dict[tuple[int, ...], NodeSet] = {}
     found: dict[int, list[JointSpan]] = {}
     for file, of_file in spans(asked):
@@ -140,11 +120,7 @@ def _as_runs(numbers: Sequence[int]) -> NodeSet:
 
 
 def batch_counts(fewest: int) -> Iterator[int]:
-    """Yield the numbers of batches to try, ascending, until every node's window has room.
-
-    Args:
-        fewest: What would fill the fullest node's window each time.
-    """
+    """Yield the numbers of batches to try, ascending, until every node's window has room."""
     count = fewest
     for _ in range(MOST_TRIES):
         yield count
@@ -163,11 +139,7 @@ class JointPieces:
     ) -> None:
         """Cut what several nodes need, and deal it to their ranks.
 
-        Args:
-            leader: The node's leader.
-            nodes: All nodes that pass on, by leader.
-            told: What homes have told the leader, in any order.
-            edges: Where segments may be cut.
+        `edges`: where segments may be cut.
         """
         self._window_nbytes = nodes[leader].window_nbytes
         by_set: dict[NodeSet, list[JointSpan]] = {}
@@ -187,8 +159,7 @@ class JointPieces:
     def fits(self, count: int) -> bool:
         """Return whether the window has room for what comes in each of so many batches.
 
-        Args:
-            count: The batches; 0 where no node has such pieces.
+        `count`: the batches; 0 where no node has such pieces.
         """
         filled = [0] * count
         for one in self._sets:
@@ -199,8 +170,7 @@ class JointPieces:
     def in_batches(self, count: int) -> list[list[SharedPiece]]:
         """Return the pieces of each batch, in the order in which ranks send them to each other.
 
-        Args:
-            count: The batches; with 0 there are none.
+        `count`: the batches; with 0 there are none.
         """
         found: list[list[SharedPiece]] = [[] for _ in range(count)]
         for one in self._sets if count else ():

@@ -15,16 +15,11 @@ from dcp_mem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """The time since a save last went to storage, in three units.
+    """The time since a save last went to storage, in three units."""
 
-    Attributes:
-        saves: Saves since then, the one in question included.
-        seconds: Seconds since then.
-        steps: Training steps since then; None where one of the two saves told no step.
-    """
-
-    saves: int
+    saves: int  # saves since then, the one in question included
     seconds: float
+    # training steps since then; None where one of the two saves told no step
     steps: int | None = None
 
 
@@ -127,11 +122,7 @@ def every_seconds(seconds: float) -> Persist:
 def persist_policy(persist: bool | Persist) -> Persist:
     """Return the policy that the argument `persist` stands for.
 
-    Args:
-        persist: True: every save; False: none; a policy is returned as it is.
-
-    Raises:
-        ConfigError: It is neither a truth value nor a policy.
+    `persist`: True: every save; False: none; a policy is returned as it is. Raises ConfigError.
     """
     if isinstance(persist, Persist):
         return persist

@@ -29,9 +29,7 @@ Extent = tuple[int, int]
 def merged(extents: Iterable[Extent], gap: int = _GAP) -> list[Extent]:
     """Return ranges that cover the given ones, in order.
 
-    Args:
-        extents: The ranges, in any order; they may overlap.
-        gap: Ranges with fewer bytes than this between them become one.
+    `gap`: ranges with fewer bytes than this between them become one.
     """
     found: list[Extent] = []
     for start, stop in sorted(extents):
@@ -45,9 +43,7 @@ def merged(extents: Iterable[Extent], gap: int = _GAP) -> list[Extent]:
 def without(extents: Iterable[Extent], others: Sequence[Extent]) -> list[Extent]:
     """Return what is left of ranges where others are taken away.
 
-    Args:
-        extents: The ranges, in order; none lies over another.
-        others: The same, of what is taken away.
+    `extents`: the ranges, in order; none lies over another.
     """
     found: list[Extent] = []
     number = 0
@@ -77,8 +73,7 @@ def with_large_apart(extents: Iterable[Extent]) -> list[Extent]:
     A range of its own is received where it belongs, without a copy. A range counts as large by its
     share of all bytes as well, so that there are never many of them.
 
-    Args:
-        extents: (start, stop) of each range, in any order; they may overlap.
+    `extents`: (start, stop) of each range, in any order; they may overlap.
     """
     distinct = merged(extents, 0)
     large = max(_LARGE, sum(stop - start for start, stop in distinct) // _MOST_APART)
@@ -92,10 +87,8 @@ def with_large_apart(extents: Iterable[Extent]) -> list[Extent]:
 def cut(extent: Extent, edges: Sequence[int] | None, nbytes: int = 0) -> Iterator[Extent]:
     """Yield the range in pieces of about equal size.
 
-    Args:
-        extent: The range.
-        edges: Where it may be cut, ascending; None for anywhere.
-        nbytes: The bytes of a piece; 0 for `PIECE`.
+    `edges`: where it may be cut, ascending; None for anywhere. `nbytes`: the bytes of a piece; 0
+    for `PIECE`.
     """
     (start, stop), nbytes = extent, nbytes or PIECE
     while stop - start > nbytes:

@@ -21,14 +21,10 @@ from itertools import islice
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """A segment on the node whose rank has saved it.
-
-    Attributes:
-        node: Nodes are numbered in the order of their first ranks.
-    """
+    """A segment on the node whose rank has saved it."""
 
     rank: int
-    node: int
+    node: int  # nodes are numbered in the order of their first ranks
     nbytes: int
 
 
@@ -39,10 +35,7 @@ def place(
 
     No node gets more bytes than another by more than a segment that it could leave to that node.
 
-    Args:
-        originals: The segments.
-        domains: The failure domain of each node.
-        copies: How many nodes get a copy; all others where there are fewer.
+    `copies`: how many nodes get a copy; all others where there are fewer.
     """
     numbers = {name: number for number, name in enumerate(dict.fromkeys(domains))}
     rules = _Rules([numbers[name] for name in domains], copies)
@@ -78,12 +71,7 @@ class _Rules:
         self._spread = min(len(set(domains)), copies + 1)
 
     def first_of(self, candidates: Sequence[int], own: int) -> list[int]:
-        """Return the first candidates that may have copies of what a node makes, new domains first.
-
-        Args:
-            candidates: Nodes, in the order of preference.
-            own: The node that makes the segment.
-        """
+        """Return the first candidates for copies of what a node makes, new domains first."""
         used, fresh = {self.domains[own]}, list[int]()
         for node in candidates:
             if len(used) == self._spread:
@@ -156,9 +144,7 @@ class _Loads:
     def emptiest(self, without: Collection[int], closed: Collection[int]) -> int | None:
         """Return the node with the fewest bytes, of those that may take more.
 
-        Args:
-            without: Nodes that may not.
-            closed: Domains whose nodes may not.
+        `without`: nodes that may not. `closed`: domains whose nodes may not.
         """
         best: tuple[int, int] | None = None
         for fewest, domain in self._fewest:

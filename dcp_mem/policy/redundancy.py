@@ -10,15 +10,10 @@ from dcp_mem.common.sendable import sendable
 @sendable
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """Copies of each segment on other nodes, or parity over groups of nodes.
+    """Copies of each segment on other nodes, or parity over groups of nodes."""
 
-    Attributes:
-        copies: How many other nodes have a copy of each segment.
-        parity: Over how many other nodes a node's bytes have parity; 0 for none.
-    """
-
-    copies: int = 0
-    parity: int = 0
+    copies: int = 0  # how many other nodes have a copy of each segment
+    parity: int = 0  # over how many other nodes a node's bytes have parity; 0 for none
 
     def __bool__(self) -> bool:
         return bool(self.copies or self.parity)
@@ -26,8 +21,7 @@ class Redundancy:
     def on(self, nodes: int) -> Redundancy:
         """Return the redundancy that so many nodes allow: never more than all other nodes.
 
-        Args:
-            nodes: Number of nodes, at least 1.
+        `nodes`: number of nodes, at least 1.
         """
         return Redundancy(min(self.copies, nodes - 1), min(self.parity, nodes - 1))
 

@@ -20,31 +20,19 @@ class Loads:
     def add(self, one: int, nbytes: int) -> None:
         """Count bytes that a taker has got.
 
-        Args:
-            one: The taker.
-            nbytes: The bytes, besides those counted before.
+        `nbytes`: the bytes, besides those counted before.
         """
         self._taken[one] = self._taken.get(one, 0) + nbytes
 
     def give(self, among: Collection[int], nbytes: int) -> int:
-        """Return the taker that takes so many bytes more.
-
-        Args:
-            among: The takers to choose from.
-            nbytes: The bytes.
-        """
+        """Return the taker that takes so many bytes more."""
         one = min(among, key=lambda one: (self._taken.get(one, 0), one))
         self.add(one, nbytes)
         return one
 
 
 def homes(lost: Mapping[int, int], held: Sequence[int]) -> dict[int, int]:
-    """Return the node on which each lost segment comes back.
-
-    Args:
-        lost: Bytes of the lost segments, by rank.
-        held: Bytes that each node has.
-    """
+    """Return the node on which each lost segment comes back."""
     loads = Loads()
     for node, nbytes in enumerate(held):
         loads.add(node, nbytes)
@@ -59,11 +47,7 @@ def missing_copies(
 ) -> list[tuple[int, int]]:
     """Choose which segments are copied to which nodes, as (segment, node).
 
-    Args:
-        having: For each segment, the nodes that have it.
-        nbytes: Bytes of each segment.
-        domains: The failure domain of each node.
-        copies: How many copies each segment has in the end, beside one original.
+    `copies`: how many copies each segment has in the end, beside one original.
     """
     loads, found = Loads(), []
     for nodes, size in zip(having, nbytes, strict=True):

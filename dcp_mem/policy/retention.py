@@ -70,15 +70,11 @@ class KeepEvery:
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """The policy of `keep_best`.
-
-    Attributes:
-        sign: 1 where small figures are good, -1 where large ones are.
-    """
+    """The policy of `keep_best`."""
 
     metric: str
     count: int
-    sign: int
+    sign: int  # 1 where small figures are good, -1 where large ones are
 
     @property
     def most(self) -> int | None:
@@ -175,12 +171,7 @@ def any_of(*policies: Retention) -> Retention:
 def retention(given: object, argument: str) -> Retention:
     """Return the policy that an argument stands for: itself, or `keep_last(n)` for a number n.
 
-    Args:
-        given: What the user has given.
-        argument: Name of the argument, for the error.
-
-    Raises:
-        ConfigError: It is neither a policy nor a number of at least 1.
+    Raises ConfigError.
     """
     if isinstance(given, (KeepLast, KeepEvery, KeepBest, AnyOf)):
         return given
@@ -195,8 +186,7 @@ def retention(given: object, argument: str) -> Retention:
 def with_newest(policy: Retention) -> Retention:
     """Return the policy with the newest checkpoint added, so that `most` counts it as well.
 
-    Args:
-        policy: Returned as it is where it keeps the newest checkpoint already.
+    `policy`: returned as it is where it keeps the newest checkpoint already.
     """
     parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
     return (
@@ -209,13 +199,7 @@ def with_newest(policy: Retention) -> Retention:
 def leaving(
     policy: Retention, known: Sequence[CheckpointFacts], needed: Collection[str] = ()
 ) -> list[CheckpointFacts]:
-    """Return what leaves, oldest first. What was rejected doesn't count, and is left alone.
-
-    Args:
-        policy: What to keep; the newest checkpoint stays in any case.
-        known: All checkpoints.
-        needed: Keys of others that stay.
-    """
+    """Return what leaves, oldest first. What was rejected doesn't count, and is left alone."""
     known = [one for one in known if not one.rejected]
     newest = KeepLast(1).chosen(known)
     staying = policy.chosen(known) | newest | frozenset(needed)

@@ -16,24 +16,18 @@ Batches = list[list["SharedPiece"]]
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPiece:
-    """Bytes [start, stop) of a segment that come into a node's window once.
-
-    Attributes:
-        place: Where in the window they begin.
-        by: The rank of the node that brings them there.
-        origin: The rank that it gets them from; None for storage, or its own node's memory.
-        to: Ranks of other nodes that it sends them to.
-        is_held: They come from a node's memory. The rank that sends them has them there; they don't
-            come into its own node's window.
-    """
+    """Bytes [start, stop) of a segment that come into a node's window once."""
 
     file: str
     start: int
     stop: int
     place: int
-    by: int
+    by: int  # the rank of the node that brings them there
+    # the rank that it gets them from; None for storage, or its own node's memory
     origin: int | None = None
-    to: tuple[int, ...] = ()
+    to: tuple[int, ...] = ()  # ranks of other nodes that it sends them to
+    # They come from a node's memory. The rank that sends them has them there; they don't come into
+    # its own node's window.
     is_held: bool = False
 
     @property
@@ -47,12 +41,9 @@ class PeerPiece(NamedTuple):
     """Bytes [start, stop) of a segment, sent from a node's memory to the only rank in need.
 
     A plain tuple, because there are many, which are sent to their ranks.
-
-    Attributes:
-        peer: In the sender's share, the receiver; in the receiver's share, the sender.
     """
 
-    peer: int
+    peer: int  # in the sender's share, the receiver; in the receiver's share, the sender
     file: str
     start: int
     stop: int
@@ -61,27 +52,18 @@ class PeerPiece(NamedTuple):
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadShare:
-    """One rank's share of a load.
-
-    Attributes:
-        alone: What it reads from storage for itself.
-        batches: What comes into its node's window, batch by batch.
-        window_nbytes: What the largest batch takes.
-        makes_window: Whether this rank makes the window for its node.
-        passes_on: Whether nodes send each other anything in any batch.
-        sends: What it sends to single ranks, in the same order in which they receive it.
-        receives: What it receives as the only rank that needs it.
-        is_passing: Whether any rank sends anything to a single rank.
-    """
+    """One rank's share of a load."""
 
     alone: Extents = field(default_factory=dict)
+    # what comes into its node's window, batch by batch
     batches: Sequence[Sequence[SharedPiece]] = ()
     window_nbytes: int = 0
-    makes_window: bool = False
-    passes_on: bool = False
+    makes_window: bool = False  # whether this rank makes the window for its node
+    passes_on: bool = False  # whether nodes send each other anything in any batch
+    # what it sends to single ranks, in the same order in which they receive it
     sends: Sequence[PeerPiece] = ()
-    receives: Sequence[PeerPiece] = ()
-    is_passing: bool = False
+    receives: Sequence[PeerPiece] = ()  # what it receives as the only rank that needs it
+    is_passing: bool = False  # whether any rank sends anything to a single rank
 
     @property
     def totals(self) -> LoadTotals:
@@ -89,11 +71,7 @@ class LoadShare:
         return LoadTotals(len(self.batches), self.passes_on, self.is_passing)
 
     def within(self, totals: LoadTotals) -> LoadShare:
-        """Return the share as part of a load: with as many batches, some of them empty.
-
-        Args:
-            totals: Of all ranks' shares.
-        """
+        """Return the share as part of a load: with as many batches, some of them empty."""
         missing = totals.batches - len(self.batches)
         return replace(
             self,
@@ -105,24 +83,14 @@ class LoadShare:
 
 @sendable
 class LoadTotals(NamedTuple):
-    """What all ranks of a load go through together. A plain tuple, because it is sent to all ranks.
-
-    Attributes:
-        batches: Batches of the rank that has most.
-        passes_on: As in `LoadShare`.
-        is_passing: As in `LoadShare`.
-    """
+    """What all ranks of a load go through together; a plain tuple, as it is sent to all ranks."""
 
     batches: int
     passes_on: bool
     is_passing: bool
 
     def join(self, other: LoadTotals) -> LoadTotals:
-        """Join what is known of two sets of ranks.
-
-        Args:
-            other: Of the other ranks.
-        """
+        """Join what is known of two sets of ranks."""
         return LoadTotals(
             max(self.batches, other.batches),
             self.passes_on or other.passes_on,
@@ -134,9 +102,6 @@ def joined_share(parts: Sequence[LoadShare]) -> LoadShare:
     """Return the share of a rank, from the parts of it that nodes have decided by themselves.
 
     The messages between two ranks stay in their order: one node decides on all of them.
-
-    Args:
-        parts: The parts.
     """
     if len(parts) == 1:
         return parts[0]
@@ -157,9 +122,6 @@ def side_by_side(*several: Sequence[Sequence[SharedPiece]]) -> Batches:
 
     What comes from nodes' memory is last: the order of messages between two ranks must be the same
     on both, and only the receiver's leader decides on these.
-
-    Args:
-        several: Batches.
     """
     return [
         sorted((piece for pieces in of_number for piece in pieces), key=lambda piece: piece.is_held)

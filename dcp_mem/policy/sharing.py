@@ -33,9 +33,7 @@ _MOST_PIECES = 1 << 15
 class NoRoom(Exception):
     """A node needs bytes of other nodes' memory and has no room for a window.
 
-    Args:
-        node: The node's name.
-        nbytes: The bytes that the window would take at least.
+    `nbytes`: the bytes that the window would take at least.
     """
 
     def __init__(self, node: str, nbytes: int) -> None:
@@ -64,19 +62,9 @@ def share_out_on_node(
     The ranks that send are chosen by what they send to this node. What other nodes ask of them
     isn't known; `turn` has nodes that need little ask different ranks for it.
 
-    Args:
-        needs: What each rank of the node needs, by rank.
-        edges: Called only for segments that are shared.
-        holders: Returns the ranks whose node has a segment in memory; they don't need it from
-            others.
-        turn: The node's number among the nodes.
-        passed: Batches of what this node and others fetch together.
-
-    Returns:
-        Shares by rank, to be joined with those that follow from other nodes' needs.
-
-    Raises:
-        NoRoom: The node needs bytes of other nodes' memory and has no room for a window.
+    `holders`: returns the ranks whose node has a segment in memory; they don't need it from others.
+    Returns shares by rank, to be joined with those that follow from other nodes' needs. Raises
+    NoRoom.
     """
     shares = _Shares(needs, turn)
     for number, pieces in enumerate(passed):
@@ -116,12 +104,7 @@ def _not_passed(
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """Bytes of a segment that a rank which has them sends to others.
-
-    Attributes:
-        group: The receivers.
-        holding: The ranks whose node has the segment.
-    """
+    """Bytes of a segment that a rank which has them sends to others."""
 
     file: str
     extent: Extent
@@ -134,12 +117,7 @@ class _Sending:
 
 
 class _Shares:
-    """The shares that follow from one node's needs, while they are decided.
-
-    Args:
-        needs: Of each rank of the node.
-        turn: The node's number among the nodes.
-    """
+    """The shares that follow from one node's needs, while they are decided."""
 
     def __init__(self, needs: Mapping[int, Need], turn: int) -> None:
         self._members = list(needs)
@@ -197,9 +175,6 @@ class _Shares:
         """Give out what is to be sent.
 
         Each node begins with another segment, so that they don't all ask the same node first.
-
-        Args:
-            edges: As for `share_out_on_node`.
         """
         files = {
             file: number
@@ -318,17 +293,11 @@ def _put(batches: Batches, number: int, piece: SharedPiece) -> None:
 
 @dataclass(slots=True)
 class _Window:
-    """A window that is filled batch by batch.
-
-    Attributes:
-        limit: Bytes that it may take.
-        batch: The first batch that may still have room.
-        filled: Bytes that each batch has taken so far.
-    """
+    """A window that is filled batch by batch."""
 
     limit: int
-    batch: int = 0
-    filled: list[int] = field(default_factory=list)
+    batch: int = 0  # the first batch that may still have room
+    filled: list[int] = field(default_factory=list)  # bytes that each batch has taken so far
 
     @property
     def most(self) -> int:

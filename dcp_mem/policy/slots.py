@@ -21,44 +21,27 @@ _TOO_LARGE = 64 << 20
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeSlot:
-    """A free slot that a process could claim.
-
-    Attributes:
-        name: Of its file.
-        inode: By which it is recognised.
-        capacity: Size of its file, in bytes.
-        present: Bytes of memory that it takes.
-        is_held: Whether the process that asks holds it; what no process holds, any may take.
-        frames: Key of the heads and tails that it holds; "" for none.
-    """
+    """A free slot that a process could claim."""
 
     name: str
     inode: int
-    capacity: int
+    capacity: int  # size of its file, in bytes
     present: int
+    # whether the process that asks holds it; what no process holds, any may take
     is_held: bool = True
-    frames: str = ""
+    frames: str = ""  # key of the heads and tails that it holds; "" for none
 
 
 @dataclass(frozen=True, slots=True)
 class SlotNeed:
-    """A slot that a save will claim.
+    """A slot that a save will claim."""
 
-    Attributes:
-        nbytes: Bytes that it must have room for.
-        frames: Key of the heads and tails that it should hold.
-    """
-
-    nbytes: int
-    frames: str = ""
+    nbytes: int  # bytes that it must have room for
+    frames: str = ""  # key of the heads and tails that it should hold
 
 
 def file_size_for(nbytes: int) -> int:
-    """Return the size of a new slot's file for so many bytes.
-
-    Args:
-        nbytes: Length of the segment.
-    """
+    """Return the size of a new slot's file for so many bytes."""
     return -(-nbytes // _UNIT) * _UNIT
 
 
@@ -67,9 +50,6 @@ def capacity_for(nbytes: int) -> int:
 
     That is what it takes on a tmpfs with `huge=always`, and what is counted before it is there. On
     others it takes the size of its file.
-
-    Args:
-        nbytes: Length of the segment.
     """
     return -(-nbytes // HUGE) * HUGE
 
@@ -79,10 +59,6 @@ def preferred(need: SlotNeed, free: Sequence[FreeSlot]) -> list[FreeSlot]:
 
     First come slots that hold the frames, then those that this process has open, then those that
     are large enough, then the one of nearest size.
-
-    Args:
-        need: What is claimed.
-        free: The free slots.
     """
     return sorted(
         free,
@@ -96,22 +72,12 @@ def preferred(need: SlotNeed, free: Sequence[FreeSlot]) -> list[FreeSlot]:
 
 
 def is_too_large(capacity: int, nbytes: int) -> bool:
-    """Return whether a slot gives memory back when a segment of so many bytes takes it.
-
-    Args:
-        capacity: Of the slot.
-        nbytes: Length of the segment to come.
-    """
+    """Return whether a slot gives memory back when a segment of so many bytes takes it."""
     return capacity > 2 * nbytes + _TOO_LARGE
 
 
 def growth(needs: Sequence[SlotNeed], free: Sequence[FreeSlot]) -> int:
-    """Return by how many bytes slots grow, or come anew, for claims in this order, at most.
-
-    Args:
-        needs: What is claimed.
-        free: The free slots.
-    """
+    """Return by how many bytes slots grow, or come anew, for claims in this order, at most."""
     left, total = list(free), 0
     for need in needs:
         capacity = capacity_for(need.nbytes)

@@ -55,12 +55,7 @@ class Cut:
 
 
 def cuts_of(blocks: Blocks, nbytes: int) -> list[Cut]:
-    """Return the chunks of a segment: of whole blocks, and of `CHUNK` bytes at most.
-
-    Args:
-        blocks: The segment's.
-        nbytes: Its length.
-    """
+    """Return the chunks of a segment: of whole blocks, and of `CHUNK` bytes at most."""
     starts, cuts, start, first = blocks.offsets.tolist(), list[Cut](), 0, 0
     while nbytes - start > CHUNK:
         last = bisect_right(starts, start + CHUNK) - 1
@@ -76,11 +71,7 @@ def cuts_of(blocks: Blocks, nbytes: int) -> list[Cut]:
 class Told:
     """The message in which a receiver lists the blocks that it has, and their CRC32C.
 
-    Args:
-        count: Blocks of the segment.
-
-    Attributes:
-        message: As it crosses the network; the sender has it filled in.
+    `message`: as it crosses the network; the sender has it filled in.
     """
 
     def __init__(self, count: int) -> None:
@@ -94,13 +85,7 @@ class Told:
         return bool(self._has.any())
 
     def tell(self, blocks: Blocks, earlier: Blocks, crcs: Crcs) -> None:
-        """Note the blocks that lie in an earlier segment where they lie in this one.
-
-        Args:
-            blocks: Of the segment.
-            earlier: Of the earlier one.
-            crcs: Of the blocks of the earlier one.
-        """
+        """Note the blocks that lie in an earlier segment where they lie in this one."""
         count = min(len(self._has), len(earlier.offsets), len(crcs))
         self._has[:count] = (blocks.offsets[:count] == earlier.offsets[:count]) & (
             blocks.lengths[:count] == earlier.lengths[:count]
@@ -108,26 +93,14 @@ class Told:
         self._crcs[:count] = crcs[:count]
 
     def has(self, cut: Cut, crcs: Crcs) -> Mask:
-        """Return which blocks of a chunk the receiver has with these checksums.
-
-        Args:
-            cut: The chunk.
-            crcs: Of its blocks.
-        """
+        """Return which blocks of a chunk the receiver has with these checksums."""
         here = slice(cut.first, cut.last)
         is_had: Mask = self._has[here] & (self._crcs[here] == crcs)
         return is_had
 
 
 def reduced(blocks: Blocks, cut: Cut, data: memoryview, has: Mask) -> Reduced:
-    """Leave out of a chunk what its receiver has.
-
-    Args:
-        blocks: The segment's.
-        cut: The chunk.
-        data: Its bytes.
-        has: Which of its blocks the receiver has.
-    """
+    """Leave out of a chunk what its receiver has."""
     if not has.all():
         for first, last, start, stop in _stretches(blocks, cut, has):
             if has[first] and stop - start < _SHORT:
@@ -159,13 +132,7 @@ def _stretches(blocks: Blocks, cut: Cut, has: Mask) -> list[tuple[int, int, int,
 
 
 class EarlierCopy:
-    """An earlier copy of a rank's segment on this node, kept from being recycled until `close`.
-
-    Args:
-        descriptor: Of its file, leased; this closes it.
-        table: Its items, and their checksums.
-        blocks: Of the segment that is to be received.
-    """
+    """An earlier copy of a rank's segment on this node, kept from being recycled until `close`."""
 
     def __init__(self, descriptor: int, table: ItemTable, blocks: Blocks) -> None:
         self._descriptor, self._blocks = descriptor, blocks
@@ -173,13 +140,7 @@ class EarlierCopy:
         self.told.tell(blocks, blocks_of(table.offsets, table.lengths), table.crc32c)
 
     def refill(self, cut: Cut, data: memoryview, note: bytearray) -> Refilled:
-        """Copy what isn't sent of a chunk.
-
-        Args:
-            cut: The chunk.
-            data: Its memory.
-            note: As the sender made it.
-        """
+        """Copy what isn't sent of a chunk."""
         bits = np.frombuffer(note, np.uint8, len(note) - HASH_NBYTES)
         has = np.unpackbits(bits, count=cut.last - cut.first).astype(np.bool_)
         pieces, digest, is_right = list[memoryview](), hasher(), True
@@ -213,14 +174,7 @@ FindEarlier = Callable[[Blocks], EarlierCopy | None]
 def earlier_copy(
     memory: JobMemory, manifest: Manifest, file: str, blocks: Blocks
 ) -> EarlierCopy | None:
-    """Return the copy of a rank's segment in the newest replicated checkpoint that lies here.
-
-    Args:
-        memory: The job's memory on this node.
-        manifest: The checkpoint that is replicated.
-        file: The segment's name in it.
-        blocks: The segment's.
-    """
+    """Return the copy of a rank's segment in the newest replicated checkpoint that lies here."""
     local = newest_replicated(memory, manifest)
     if local is None:
         return None

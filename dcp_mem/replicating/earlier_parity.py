@@ -61,11 +61,7 @@ class Vote(IntEnum):
 class Offer:
     """The message in which a keeper names the parity that it would begin with.
 
-    Args:
-        count: Shares of the sender.
-
-    Attributes:
-        message: As it crosses the network; the sender has it filled in. Zeros: there is none.
+    `message`: as it crosses the network; the sender has it filled in. Zeros: there is none.
     """
 
     def __init__(self, count: int) -> None:
@@ -75,9 +71,7 @@ class Offer:
     def fill(self, save_id: str, stops: Sequence[int]) -> None:
         """Name a checkpoint.
 
-        Args:
-            save_id: Of its save.
-            stops: Where each share of the sender ended in its segment, in bytes.
+        `stops`: where each share of the sender ended in its segment, in bytes.
         """
         self.message[: names.SAVE_ID_NBYTES] = save_id.encode()
         self._stops[:] = stops
@@ -103,11 +97,7 @@ class EarlierSegment:
     def __init__(self, path: str) -> None:
         """Open the segment.
 
-        Args:
-            path: Where it lies.
-
-        Raises:
-            OSError: It is gone.
+        Raises OSError.
         """
         self._descriptor = open_leased(path)
         self._nbytes = os.fstat(self._descriptor).st_size
@@ -115,10 +105,7 @@ class EarlierSegment:
     def vote(self, part: FilePart, stop: int, read: Read) -> Vote:
         """Return what this rank says to an offer, for one of its shares.
 
-        Args:
-            part: The share.
-            stop: Where it ended in the earlier segment.
-            read: Returns bytes of the segment as it is now.
+        `read`: returns bytes of the segment as it is now.
         """
         if not part.start <= stop <= self._nbytes:
             return Vote.CANNOT
@@ -132,16 +119,7 @@ class EarlierSegment:
     def difference(self, start: int, stop: int, old_end: int, read: Read, new_end: int) -> Bytes:
         """Return old XOR new of bytes [start, stop), filled up with zeros to whole pages.
 
-        Args:
-            start: First byte.
-            stop: End, exclusive.
-            old_end: The earlier segment has zeros from here on.
-            read: Returns bytes of the segment as it is now.
-            new_end: It has zeros from here on.
-
-        Raises:
-            OSError: As the system does.
-            EOFError: Somebody has cut the earlier segment off.
+        `read`: returns bytes of the segment as it is now. Raises OSError, EOFError.
         """
         found = np.empty(-(-(stop - start) // PAGE) * PAGE, np.uint8)
         had = max(min(stop, old_end) - start, 0)
@@ -156,10 +134,7 @@ class EarlierSegment:
     def chunks(self, part: FilePart, stop: int, read: Read) -> Iterator[OutgoingChunk]:
         """Yield old XOR new of a share.
 
-        Args:
-            part: The share.
-            stop: Where it ended in the earlier segment.
-            read: Returns bytes of the segment as it is now.
+        `read`: returns bytes of the segment as it is now.
         """
         for low, high in _cuts(part, stop):
             found = self.difference(low, high, stop, read, part.stop)
@@ -203,10 +178,7 @@ def _sent(changed: Bytes, has_changed: Pages, nbytes: int) -> list[Bytes]:
 def sums_of(parts: Sequence[FilePart], reads: Sequence[Read], nbytes: int) -> Crcs:
     """Return what shares add to the CRC32C of each block of the parity.
 
-    Args:
-        parts: The shares of one sender.
-        reads: For each of them, what returns the segment's bytes.
-        nbytes: Of the parity.
+    `reads`: for each of them, what returns the segment's bytes.
     """
     sums = np.zeros(-(-nbytes // BLOCK), "<u4")
     for part, read in zip(parts, reads, strict=True):
@@ -240,21 +212,12 @@ def _zeros_crc(nbytes: int) -> int:
 
 
 def begins_as_earlier(plan: FilePlan) -> bool:
-    """Return whether ranks decide together what a file is made from: parity of other nodes' bytes.
-
-    Args:
-        plan: Of the file.
-    """
+    """Return whether ranks decide together what a file is made from, as for parity."""
     return plan.stripe is not None and bool(plan.parts) and plan.receiver not in plan.senders
 
 
 def vote(channel: Channel, own: Vote) -> bool:
-    """Tell a keeper this rank's vote; return its verdict: whether it begins as the earlier parity.
-
-    Args:
-        channel: To the keeper, which calls `Deciding.settle`.
-        own: The vote.
-    """
+    """Tell a keeper this rank's vote; return whether the file begins as the earlier parity."""
     channel.send(bytearray([own])).wait()
     verdict = bytearray(1)
     channel.receive(verdict).wait()
@@ -266,13 +229,7 @@ def vote(channel: Channel, own: Vote) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EarlierParity:
-    """An earlier checkpoint's parity on this node, kept from being recycled until `close`.
-
-    Attributes:
-        descriptor: Of its file, leased; `close` closes it.
-        save_id: Of the checkpoint's save.
-        stripe: What it is the parity of.
-    """
+    """An earlier checkpoint's parity on this node, kept from being recycled until `close`."""
 
     descriptor: int
     save_id: str
@@ -285,13 +242,7 @@ class EarlierParity:
 
 
 def earlier_parity(memory: JobMemory, plan: FilePlan, manifest: Manifest) -> EarlierParity | None:
-    """Return the parity of the same shares in the newest replicated checkpoint that lies here.
-
-    Args:
-        memory: The job's memory on this node.
-        plan: Of the new parity.
-        manifest: Of the checkpoint that it belongs to.
-    """
+    """Return the parity of the same shares in the newest replicated checkpoint that lies here."""
     assert plan.stripe is not None
     local = newest_replicated(memory, manifest)
     if local is None:
@@ -318,17 +269,13 @@ def _begin_alike(one: Stripe, other: Stripe) -> bool:
 class Deciding:
     """Has the threads that receive from the senders of a stripe decide what it is made from.
 
-    Attributes:
-        is_reused: The verdict: the parity begins as the earlier one.
+    `is_reused`: the verdict: the parity begins as the earlier one.
     """
 
     def __init__(self, plan: FilePlan, earlier: EarlierParity | None, seconds: float) -> None:
         """Describe the stripe.
 
-        Args:
-            plan: Of its parity.
-            earlier: What it could begin as; closed by `close`.
-            seconds: How long a thread waits for the others.
+        `seconds`: how long a thread waits for the others.
         """
         self.is_reused = False
         self._plan, self._earlier, self._seconds = plan, earlier, seconds
@@ -338,11 +285,7 @@ class Deciding:
         self._barrier = threading.Barrier(len(plan.senders), self._decide)
 
     def offer(self, sender: int) -> bytearray:
-        """Return the offer to a sender.
-
-        Args:
-            sender: Its rank.
-        """
+        """Return the offer to a sender."""
         assert self._plan.stripe is not None
         offer = Offer(len(self._plan.parts_from(sender)))
         if self._earlier is not None:
@@ -358,12 +301,8 @@ class Deciding:
     def settle(self, channel: Channel, memory: memoryview) -> None:
         """Hear a sender's vote, wait for the others', and tell it the verdict.
 
-        Args:
-            channel: To the sender, which calls `vote`.
-            memory: Of the parity; this fills it with the earlier one, or with zeros.
-
-        Raises:
-            DcpMemError: Another sender has failed.
+        `memory`: of the parity; this fills it with the earlier one, or with zeros. Raises
+        DcpMemError.
         """
         vote = bytearray(1)
         channel.receive(vote).wait()
@@ -393,9 +332,7 @@ class Deciding:
     ) -> Iterator[IncomingChunk]:
         """Yield what `EarlierSegment.chunks` and `sums_of` send.
 
-        Args:
-            sender: The rank that sends.
-            add: Adds bytes to the parity from a place on.
+        `add`: adds bytes to the parity from a place on.
         """
         buffers: list[Bytes] = []  # free ones, used again and again
         for part, stop in zip(self._plan.parts_from(sender), self._stops_of(sender), strict=True):
@@ -409,11 +346,7 @@ class Deciding:
         yield IncomingChunk(sums, partial(checksum, memoryview(sums)), accept)
 
     def is_parity(self, crcs: Sequence[int]) -> bool:
-        """Return whether what began as the earlier parity is the XOR of what all senders have.
-
-        Args:
-            crcs: CRC32C of each block of the parity.
-        """
+        """Return whether what began as the earlier parity is the XOR of what all senders have."""
         if not self.is_reused:
             return True
         nbytes = self._plan.nbytes

@@ -20,13 +20,7 @@ from dcp_mem.policy.redundancy import Redundancy
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of one segment.
-
-    Attributes:
-        sender: The rank that saved the segment.
-        receiver: A rank on another node.
-        nbytes: What the copy's slot takes.
-    """
+    """One copy of one segment."""
 
     sender: int
     receiver: int
@@ -46,23 +40,14 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """A file to assemble on the receiver: the XOR of its parts; bytes that no part covers are zero.
-
-    Attributes:
-        receiver: The rank that assembles the file.
-        file: The file's name in the checkpoint's directory.
-        nbytes: The file's length.
-        slot_nbytes: Bytes of the slot that is set aside for the file.
-        parts: In an order that all ranks share.
-        stripe: What the file is the parity of; None for a segment.
-    """
+    """A file to assemble on the receiver: the XOR of its parts; bytes that none covers are zero."""
 
     receiver: int
     file: str
     nbytes: int
-    slot_nbytes: int
+    slot_nbytes: int  # bytes of the slot that is set aside for the file
     parts: tuple[FilePart, ...]
-    stripe: Stripe | None = None
+    stripe: Stripe | None = None  # what the file is the parity of; None for a segment
 
     @property
     def is_copy(self) -> bool:
@@ -80,11 +65,7 @@ class FilePlan:
         return self.stripe is None and names.rank_of(self.file) >= FROZEN
 
     def parts_from(self, sender: int) -> Sequence[FilePart]:
-        """Return the parts that a rank sends.
-
-        Args:
-            sender: The rank that sends.
-        """
+        """Return the parts that a rank sends."""
         return [part for part in self.parts if part.sender == sender]
 
     def checksums_from(self, sender: int) -> Sequence[str]:
@@ -92,9 +73,6 @@ class FilePlan:
 
         With parity they are those of the segments that it is the parity of; with a segment that is
         rebuilt from parity, those of the segment.
-
-        Args:
-            sender: The rank that sends.
         """
         files = [part.file for part in self.parts_from(sender)]
         if self.stripe is not None:
@@ -112,12 +90,6 @@ def incoming(
     """Return for each rank the bytes of every slot that it sets aside for copies or parity.
 
     The result is cached, since the sizes of slots seldom change from one save to the next.
-
-    Args:
-        nodes: The node of every rank, by rank.
-        domains: The failure domain of every rank's node.
-        nbytes: What the slot of every rank's own segment takes.
-        redundancy: What each checkpoint is to have.
     """
     found: list[list[int]] = [[] for _ in nodes]
     if redundancy.parity:
@@ -137,11 +109,7 @@ def incoming_seconds(
 ) -> tuple[tuple[int, ...], ...]:
     """Return for each rank the bytes of every slot for copies of segments of frozen items.
 
-    Args:
-        nodes: The node of every rank, by rank.
-        domains: The failure domain of every rank's node.
-        seconds_nbytes: What the slot of every rank's segment of frozen items takes; 0 for none.
-        redundancy: What each checkpoint is to have.
+    `seconds_nbytes`: what the slot of every rank's segment of frozen items takes; 0 for none.
     """
     if not any(seconds_nbytes) or not redundancy.copies:
         return tuple(() for _ in nodes)
@@ -160,14 +128,8 @@ def file_plans(
 ) -> Sequence[FilePlan]:
     """Return the plans of a save that a rank has a part in.
 
-    Args:
-        rank: The rank in question; with parity, the plans of its whole parity group are returned.
-        nodes: The node of every rank, by rank.
-        domains: The failure domain of every rank's node.
-        slots_nbytes: What the slot of every rank's own segment takes.
-        redundancy: What the checkpoint is to have.
-        segments: The checkpoint's segments.
-        seconds_nbytes: What the slot of every rank's segment of frozen items takes; 0 for none.
+    `rank`: the rank in question; with parity, the plans of its whole parity group are returned.
+    `seconds_nbytes`: what the slot of every rank's segment of frozen items takes; 0 for none.
     """
     if not redundancy.parity:
         firsts = copies_of(nodes, domains, slots_nbytes, redundancy.copies)
@@ -194,15 +156,7 @@ def file_plans(
 def copy_plan(
     segments: Segments, segment: int, *, sender: int, receiver: int, slot_nbytes: int
 ) -> FilePlan:
-    """Return the plan of a copy of one segment.
-
-    Args:
-        segments: The checkpoint's segments.
-        segment: The segment's number.
-        sender: A rank whose node has the segment.
-        receiver: A rank on another node.
-        slot_nbytes: What the copy's slot takes.
-    """
+    """Return the plan of a copy of one segment."""
     found = segments.numbered(segment)
     file, nbytes = found.file, found.nbytes
     part = FilePart(sender=sender, file=file, start=0, stop=nbytes, place=0)
@@ -216,11 +170,8 @@ def parity_plan(
 ) -> FilePlan:
     """Return the plan of the parity of a stripe.
 
-    Args:
-        stripe: The stripe.
-        slot_nbytes: Bytes set aside on the keeper; the slot takes at least the stripe's length.
-        segments: The checkpoint's segments.
-        senders: The rank that sends of a segment, where that isn't the segment's own rank.
+    `slot_nbytes`: bytes set aside on the keeper; the slot takes at least the stripe's length.
+    `senders`: the rank that sends of a segment, where that isn't the segment's own rank.
     """
     parts = tuple(
         FilePart(
@@ -256,12 +207,7 @@ def stripes_of(
 ) -> list[Stripe]:
     """Return the stripes that ranks keep where each rank has its own segment.
 
-    Args:
-        nodes: The node of every rank, by rank.
-        domains: The failure domain of every rank's node.
-        nbytes: The length of every rank's segment.
-        k: Nodes of a stripe, its keeper's aside.
-        node: Return the stripes of this node's group only; None for all groups.
+    `node`: return the stripes of this node's group only; None for all groups.
     """
     members = members_of(nodes)
     segments = [{rank: steady_nbytes(nbytes[rank]) for rank in ranks} for ranks in members.values()]
@@ -280,12 +226,8 @@ def stripes_over(
 ) -> list[Stripe]:
     """Return the stripes over nodes that have certain segments.
 
-    Args:
-        segments: For each node, the lengths of its segments, by the segments' ranks.
-        keepers: For each node, its ranks.
-        domains: For each node, its failure domain.
-        k: Nodes of a stripe, its keeper's aside.
-        only: Return the stripes of this node's group only; None for all groups.
+    `segments`: for each node, the lengths of its segments, by the segments' ranks. `only`: return
+    the stripes of this node's group only; None for all groups.
     """
     found = []
     for group in groups(domains, k) if len(segments) > 1 else ():
@@ -300,11 +242,7 @@ def stripes_over(
 
 
 def members_of(nodes: Sequence[str]) -> dict[str, list[int]]:
-    """Return the ranks on each node, nodes in the order of their first ranks.
-
-    Args:
-        nodes: Each rank's node, by rank.
-    """
+    """Return the ranks on each node, nodes in the order of their first ranks."""
     members: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
@@ -317,11 +255,7 @@ def copies_of(
 ) -> tuple[Copy, ...]:
     """Return all copies of a checkpoint's segments, by sender; a node's are spread over its ranks.
 
-    Args:
-        nodes: The node of every rank, by rank.
-        domains: The failure domain of every rank's node.
-        nbytes: What every rank's segment takes.
-        replicas: Copies of each segment; fewer where there are too few nodes.
+    `replicas`: copies of each segment; fewer where there are too few nodes.
     """
     members = members_of(nodes)
     numbers = {node: number for number, node in enumerate(members)}

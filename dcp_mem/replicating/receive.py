@@ -34,9 +34,8 @@ class IncomingFile:
 
     Each of them calls `begin`, then receives `chunks_from` its sender, then calls `end`.
 
-    Attributes:
-        is_sealed: Whether it lies in the checkpoint, in its slot.
-        is_finished: Whether nothing is left to do for it: it is sealed, shared, or to be made anew.
+    `is_sealed`: whether it lies in the checkpoint, in its slot. `is_finished`: whether nothing is
+    left to do for it: it is sealed, shared, or to be made anew.
     """
 
     def __init__(
@@ -50,13 +49,9 @@ class IncomingFile:
     ) -> None:
         """Describe the file.
 
-        Args:
-            plan: How the file is assembled.
-            slot: The slot that was claimed for it, or why there is none.
-            tables: The items of the checkpoint's segments.
-            seal: Puts the file into the checkpoint; called once all senders have ended.
-            find_earlier: Finds an earlier copy of a segment, by its blocks.
-            deciding: Decides what parity is made from; None: from its shares.
+        `slot`: the slot that was claimed for it, or why there is none. `seal`: puts the file into
+        the checkpoint; called once all senders have ended. `deciding`: decides what parity is made
+        from; None: from its shares.
         """
         self.plan, self.slot = plan, slot
         self.is_sealed = self.is_finished = False
@@ -76,8 +71,7 @@ class IncomingFile:
     def begin(self) -> None:
         """Map the slot; where parts are added up, fill it with zeros, unless that is decided later.
 
-        Raises:
-            DcpMemError: There is no slot, or no room.
+        Raises DcpMemError.
         """
         with self._guard:
             if self._memory is not None:
@@ -117,11 +111,7 @@ class IncomingFile:
     # -- receiving ---------------------------------------------------------------------------------
 
     def told(self, sender: int) -> bytearray | None:
-        """Return what a sender is told first: what lies here of what it sends; None for nothing.
-
-        Args:
-            sender: The rank that sends.
-        """
+        """Return what a sender is told first: what lies here of what it sends; None for nothing."""
         if self._deciding is not None:
             return self._deciding.offer(sender)
         if not self.plan.is_copy:
@@ -133,12 +123,7 @@ class IncomingFile:
     def chunks_from(self, sender: int, channel: Channel) -> Iterator[IncomingChunk]:
         """Yield all that a rank sends for the plan, in the order of `OutgoingFiles.chunks`.
 
-        Args:
-            sender: The rank that sends.
-            channel: To it.
-
-        Raises:
-            DcpMemError: Another sender has failed, without which this one can't go on.
+        Raises DcpMemError.
         """
         if self.plan.is_copy:
             yield from self._chunks_in_place()
@@ -186,12 +171,7 @@ class IncomingFile:
         buffers.append(buffer)
 
     def add(self, place: int, data: memoryview) -> None:
-        """Add a part's bytes to the file, by XOR, from `place` on.
-
-        Args:
-            place: First byte of the part, in the file.
-            data: The part's bytes.
-        """
+        """Add a part's bytes to the file, by XOR, from `place` on."""
         assert self._memory is not None
         target = np.frombuffer(self._memory, np.uint8)[place : place + len(data)]
         with self._guard:
@@ -200,8 +180,7 @@ class IncomingFile:
     def end(self) -> None:
         """Note that all of a sender has been received; seal the file after the last sender.
 
-        Raises:
-            Exception: What sealing raises.
+        Raises Exception.
         """
         with self._guard:
             self._senders_left -= 1
@@ -227,8 +206,7 @@ class IncomingFile:
     def table(self) -> ItemTable:
         """Return the segment's items, with the checksums of the assembled bytes.
 
-        Raises:
-            DcpMemError: A rebuilt segment has other checksums than the lost one.
+        Raises DcpMemError.
         """
         table = self._tables[self.plan.file]
         if self._copied is not None:
@@ -252,11 +230,7 @@ class IncomingFile:
         }
 
     def is_parity(self, crcs: Sequence[int]) -> bool:
-        """Return whether what began as an earlier parity is that of its shares now.
-
-        Args:
-            crcs: As `crcs` returns them.
-        """
+        """Return whether what began as an earlier parity is that of its shares now."""
         return self._deciding is None or self._deciding.is_parity(crcs)
 
     def crcs(self) -> tuple[int, ...]:

@@ -30,10 +30,7 @@ def lost_segments(
 ) -> list[FilePlan]:
     """Return plans to rebuild lost segments from parity, on the nodes that have the least bytes.
 
-    Args:
-        nodes: The node of every rank, by rank.
-        segments: The checkpoint's segments.
-        choice: The checkpoint, with what is lost of it, and which ranks have what else.
+    `choice`: the checkpoint, with what is lost of it, and which ranks have what else.
     """
     members, node_of = _numbered(nodes)
     holders = choice.holders or {}
@@ -73,15 +70,7 @@ def lost_segments(
 def missing_copies(
     nodes: Sequence[str], domains: Sequence[str], segments: Segments, holders: Holders, copies: int
 ) -> list[FilePlan]:
-    """Return plans for missing copies; the ranks that have a segment take turns in sending it.
-
-    Args:
-        nodes: The node of every rank, by rank.
-        domains: The failure domain of every rank's node.
-        segments: The checkpoint's segments.
-        holders: The ranks whose nodes have each segment.
-        copies: How many each segment is to have, besides one.
-    """
+    """Return plans for missing copies; the ranks that have a segment take turns in sending it."""
     members, node_of = _numbered(nodes)
     having = [{node_of[rank] for rank in holders[number]} for number in segments.rank]
     domain_of = [domains[ranks[0]] for ranks in members]
@@ -102,13 +91,6 @@ def all_parity(
     """Return plans for all parity that the nodes are to keep, of the segments where they are now.
 
     A segment that several nodes have counts for one of them.
-
-    Args:
-        nodes: The node of every rank, by rank.
-        domains: The failure domain of every rank's node.
-        segments: The checkpoint's segments.
-        holders: The ranks whose nodes have each segment.
-        k: Nodes of a stripe, its keeper's aside.
     """
     members, node_of = _numbered(nodes)
     homes: list[dict[int, int]] = [{} for _ in members]

@@ -25,23 +25,14 @@ from dcp_mem.replicating.worker import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replication:
-    """A checkpoint to replicate, and this rank's part in it.
-
-    Attributes:
-        task: This rank's part.
-        redundancy: What the checkpoint has once all goes well.
-        lease: A descriptor that keeps the checkpoint in memory; closed at the end.
-        is_leader: Whether this rank records the outcome for its node.
-        remark: What the record says where all goes well.
-        on_recorded: Called on the node's leader once the outcome is recorded, with whether all
-            went well.
-    """
+    """A checkpoint to replicate, and this rank's part in it."""
 
     task: ReplicationTask
-    redundancy: Redundancy
-    lease: int
-    is_leader: bool
-    remark: str
+    redundancy: Redundancy  # what the checkpoint has once all goes well
+    lease: int  # a descriptor that keeps the checkpoint in memory; closed at the end
+    is_leader: bool  # whether this rank records the outcome for its node
+    remark: str  # what the record says where all goes well
+    # called on the node's leader once the outcome is recorded, with whether all went well
     on_recorded: Callable[[bool], None]
 
 
@@ -50,9 +41,7 @@ class Replicator:
 
     Any thread may call anything at any time.
 
-    Args:
-        memory: The job's memory on this node.
-        slots: Seals the slots of received files, and takes back those of the others.
+    `slots`: seals the slots of received files, and takes back those of the others.
     """
 
     def __init__(self, memory: JobMemory, slots: SlotPool) -> None:
@@ -73,8 +62,7 @@ class Replicator:
 
         Saves see to it that nothing is; a load in another thread may have begun to repair.
 
-        Args:
-            replication: What to replicate; its lease and slots are given back, whatever happens.
+        `replication`: what to replicate; its lease and slots are given back, whatever happens.
         """
         try:
             with self._guard:
@@ -91,11 +79,7 @@ class Replicator:
             self._give_up(replication, str(error))
 
     def carry_out(self, task: ReplicationTask) -> Failures:
-        """Carry out a task now, behind what is under way; return what failed on which rank.
-
-        Args:
-            task: Its slots are given back, whatever happens.
-        """
+        """Carry out a task now, behind what is under way; return what failed on which rank."""
         with self._at_work:
             return Worker(self._memory, self._slots, task, threading.Event()).run()
 
@@ -107,8 +91,7 @@ class Replicator:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is under way. A peer that hangs is waited for until it times out.
 
-        Args:
-            timeout: Seconds; None waits for as long as it takes.
+        `timeout`: seconds; None waits for as long as it takes.
         """
         with self._guard:
             thread = self._thread

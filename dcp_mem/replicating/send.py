@@ -47,13 +47,7 @@ def _leave_alone(memory: memoryview) -> None:
 
 
 class OutgoingFiles:
-    """The files that this rank sends from, opened as they are needed, and leased until `close`.
-
-    Args:
-        memory: The job's memory on this node.
-        task: This rank's part in the replication.
-        tables: The items of the checkpoint's segments.
-    """
+    """The files that this rank sends from, opened as they are needed, and leased until `close`."""
 
     def __init__(self, memory: JobMemory, task: ReplicationTask, tables: SegmentTables) -> None:
         self._memory, self._task, self._tables = memory, task, tables
@@ -64,11 +58,7 @@ class OutgoingFiles:
         self._resources = ExitStack()
 
     def told(self, plan: FilePlan) -> Told | Offer | None:
-        """Return what the receiver fills in with what it has; None where it has nothing to tell.
-
-        Args:
-            plan: The file that another rank makes.
-        """
+        """Return what the receiver fills in with what it has; None where it has nothing to tell."""
         if begins_as_earlier(plan):
             return Offer(len(plan.parts_from(self._task.ranks.rank)))
         if not plan.is_copy:
@@ -84,11 +74,7 @@ class OutgoingFiles:
     ) -> Iterator[OutgoingChunk]:
         """Yield all that this rank sends for a plan: its parts, then checksums of segments.
 
-        Args:
-            plan: The file that another rank makes of the chunks.
-            told: What the receiver has, or would begin with.
-            channel: To the receiver.
-            register: Called with memory that chunks lie in, before any of them.
+        `register`: called with memory that chunks lie in, before any of them.
         """
         rank = self._task.ranks.rank
         if isinstance(told, Offer) and vote(channel, self._vote(plan, told)):
@@ -144,8 +130,7 @@ class OutgoingFiles:
     def _earlier_segment(self, file: str, save_id: str) -> EarlierSegment:
         """Return a rank's segment in an earlier checkpoint.
 
-        Raises:
-            OSError: It doesn't lie here.
+        Raises OSError.
         """
         name = names.segment_file(names.rank_of(file), save_id)
         with self._opening:
@@ -163,13 +148,7 @@ class OutgoingFiles:
     def open(self, name: str, plan: FilePlan) -> OutgoingFile:
         """Return a file of this node, to be sent for a plan.
 
-        Args:
-            name: The file's name.
-            plan: What the file is sent for.
-
-        Raises:
-            OSError: The file is gone.
-            DcpMemError: It doesn't match its checksums.
+        Raises OSError, DcpMemError.
         """
         with self._opening:
             if name not in self._files:
@@ -177,12 +156,7 @@ class OutgoingFiles:
             return self._files[name]
 
     def checksums(self, name: str, plan: FilePlan) -> Crcs:
-        """Return the checksums of a segment's blocks, which follow the parts of a plan.
-
-        Args:
-            name: The segment's file.
-            plan: What the checksums are sent for.
-        """
+        """Return the checksums of a segment's blocks, which follow the parts of a plan."""
         if plan.stripe is None:  # the segment is lost: its checksums are kept beside its parity
             return self._kept_checksums(name)
         file = self.open(name, plan)
@@ -259,11 +233,9 @@ class OutgoingFile:
     ) -> None:
         """Describe the file.
 
-        Args:
-            nbytes: Its length.
-            read: Returns its bytes [start, stop).
-            table: Its items; None for what is no segment, or isn't sent as a whole.
-            mapped: The mapping that `read` returns views of; it may be shorter than the file.
+        `read`: returns its bytes [start, stop). `table`: its items; None for what is no segment, or
+        isn't sent as a whole. `mapped`: the mapping that `read` returns views of; it may be shorter
+        than the file.
         """
         self.nbytes, self.read, self._table = nbytes, read, table
         self.mapped = memoryview(mapped)
@@ -277,24 +249,13 @@ class OutgoingFile:
         self._progress = threading.Condition()
 
     def chunks(self, start: int, stop: int, nbytes: int) -> Iterator[OutgoingChunk]:
-        """Yield bytes [start, stop) in chunks of `nbytes` each.
-
-        Args:
-            start: First byte.
-            stop: End, exclusive.
-            nbytes: Bytes of a chunk; the last one may have fewer.
-        """
+        """Yield bytes [start, stop) in chunks of `nbytes` each."""
         for low in range(start, stop, nbytes):
             data = self.read(low, min(low + nbytes, stop))
             yield OutgoingChunk(data, partial(self._chunk_crc, low, data))
 
     def copied_chunks(self, told: Told, before_last: Callable[[], None]) -> Iterator[OutgoingChunk]:
-        """Yield all of the file, for a copy.
-
-        Args:
-            told: What the receiver has.
-            before_last: Called before the last chunk.
-        """
+        """Yield all of the file, for a copy."""
         for cut in cuts_of(self.blocks, self.nbytes):
             if cut.stop == self.nbytes:
                 before_last()
@@ -345,9 +306,7 @@ class OutgoingFile:
     def table(self) -> ItemTable:
         """Return the segment's items with their checksums, and compute those that are missing.
 
-        Raises:
-            EOFError: The file is shorter than its segment.
-            DcpMemError: Another thread has failed to read a part.
+        Raises EOFError, DcpMemError.
         """
         assert self._table is not None
         assert self._checksums is not None
@@ -372,11 +331,7 @@ class OutgoingFile:
     def verify(self, known: Crcs) -> None:
         """Raise DcpMemError unless the segment has these checksums.
 
-        Args:
-            known: One checksum per block, in the order of the blocks.
-
-        Raises:
-            DcpMemError: Blocks of the segment are damaged.
+        Raises DcpMemError.
         """
         wrong = int(np.count_nonzero(self.table().crc32c != known))
         if wrong:
@@ -398,15 +353,7 @@ def of_slot(
 ) -> OutgoingFile:
     """Return the segment in the slot that it was staged into.
 
-    Args:
-        slot: A mapped slot.
-        path: Where the segment lies, if its checkpoint hasn't left memory.
-        nbytes: Bytes of the segment.
-        table: The segment's items.
-        resources: Close them to end the segment's lease.
-
-    Raises:
-        OSError: The segment is gone.
+    Raises OSError.
     """
     # Under a lease nobody claims the slot, also not once the checkpoint has left memory.
     descriptor = _leased(path, resources)
@@ -429,14 +376,7 @@ def of_slot(
 def of_file(path: str, nbytes: int, table: ItemTable | None, resources: ExitStack) -> OutgoingFile:
     """Return a file of a checkpoint on this node.
 
-    Args:
-        path: Where the file is.
-        nbytes: Its length.
-        table: Its items; None for what is no segment, or isn't sent as a whole.
-        resources: Close them to end the file's lease.
-
-    Raises:
-        OSError: The file is gone.
+    `table`: its items; None for what is no segment, or isn't sent as a whole. Raises OSError.
     """
     descriptor = _leased(path, resources)
     mapped = lent(descriptor, 0, nbytes) if nbytes else memoryview(b"")

@@ -38,14 +38,7 @@ def new_key() -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KnownCopy:
-    """A copy of a segment of frozen items that this process has received.
-
-    Attributes:
-        key: Of its bytes.
-        slot: Where they lie.
-        claims: Of the slot, then.
-        crcs: Of its blocks.
-    """
+    """A copy of a segment of frozen items that this process has received."""
 
     key: bytes
     slot: Slot
@@ -54,40 +47,23 @@ class KnownCopy:
 
 
 class SharedCopies:
-    """The copies that this process has received, by the segments' numbers; for any thread.
-
-    Args:
-        slots: Where they lie.
-    """
+    """The copies that this process has received, by the segments' numbers; for any thread."""
 
     def __init__(self, slots: SlotPool) -> None:
         self._slots = slots
         self._known: dict[int, KnownCopy] = {}
 
     def keep(self, number: int, copy: KnownCopy) -> None:
-        """Have later checkpoints share a copy.
-
-        Args:
-            number: The segment's.
-            copy: Whole, and shared with readers.
-        """
+        """Have later checkpoints share a copy."""
         self._known[number] = copy
 
     def has(self, number: int) -> bool:
-        """Return whether there is a copy of a segment with this number.
-
-        Args:
-            number: The segment's.
-        """
+        """Return whether there is a copy of a segment with this number."""
         known = self._known.get(number)
         return known is not None and self._slots.has_bytes(known.slot, known.claims)
 
     def held(self, number: int) -> tuple[KnownCopy, SlotHold] | None:
-        """Return the copy of a segment with this number, held; None where there is none.
-
-        Args:
-            number: The segment's.
-        """
+        """Return the copy of a segment with this number, held; None where there is none."""
         known = self._known.get(number)
         hold = None if known is None else self._slots.hold(known.slot, known.claims)
         return None if known is None or hold is None else (known, hold)
@@ -95,28 +71,18 @@ class SharedCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How a save's segments of frozen items are shared with other nodes.
+    """How a save's segments of frozen items are shared with other nodes."""
 
-    Attributes:
-        key: Of the bytes of this rank's own one; zeros where it has none.
-        stale: Save ids of checkpoints that turned out to hold stale bytes of it.
-        copies: That this process has received.
-        claim: Claims a slot for a copy that is sent after all; or returns why there is none.
-        on_replicated: Called once other nodes have copies of this rank's own one.
-    """
-
-    key: bytes = _NOTHING
-    stale: Sequence[str] = ()
+    key: bytes = _NOTHING  # of the bytes of this rank's own one; zeros where it has none
+    stale: Sequence[str] = ()  # save ids of checkpoints that turned out to hold stale bytes of it
     copies: SharedCopies
+    # claims a slot for a copy that is sent after all; or returns why there is none
     claim: Callable[[FilePlan], Slot | str]
+    # called once other nodes have copies of this rank's own one
     on_replicated: Callable[[], None] = _nobody
 
     def answer(self, channel: Channel) -> bool:
-        """Tell a receiver what this rank's segment is; return whether it has that.
-
-        Args:
-            channel: To the receiver, which calls `ask`.
-        """
+        """Tell a receiver what this rank's segment is; return whether it has that."""
         has = bytearray(KEY_NBYTES)
         channel.receive(has).wait()
         stale = "".join(self.stale[-MOST_STALE:]).encode()
@@ -129,12 +95,7 @@ class Sharing:
 def ask(channel: Channel, known: KnownCopy | None) -> tuple[bytes, Sequence[str]]:
     """Tell the sender what this rank has of its segment of frozen items.
 
-    Args:
-        channel: To the sender, which calls `Sharing.answer`.
-        known: None for nothing.
-
-    Returns:
-        The key of the sender's segment, and the save ids of stale checkpoints.
+    Returns the key of the sender's segment, and the save ids of stale checkpoints.
     """
     channel.send(bytearray(_NOTHING if known is None else known.key)).wait()
     answer = bytearray(KEY_NBYTES + names.SAVE_ID_NBYTES * MOST_STALE)
@@ -148,9 +109,5 @@ def ask(channel: Channel, known: KnownCopy | None) -> tuple[bytes, Sequence[str]
 
 
 def number_of(plan: FilePlan) -> int:
-    """Return the number of the segment that a plan copies.
-
-    Args:
-        plan: Of a copy.
-    """
+    """Return the number of the segment that a plan copies."""
     return names.rank_of(plan.file)

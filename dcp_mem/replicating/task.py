@@ -25,31 +25,21 @@ SMALL_CHUNK = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationTask:
-    """Files of a checkpoint to assemble, and this rank's part in that.
+    """Files of a checkpoint to assemble, and this rank's part in that."""
 
-    Attributes:
-        manifest: The checkpoint.
-        ranks: All ranks, on dedicated connections.
-        plans: The plans that this rank sends or receives for, in an order that all ranks share.
-        slots: For each file that this rank receives, its slot, or why there is none.
-        own_slot: The slot of this rank's own segment, if this process has staged it.
-        timeout: Seconds that a rank waits for another.
-        transport: What moves the bytes.
-        sharing: How segments of frozen items are shared with other nodes; None: they are copied.
-        store: Keeps the store served that the ranks connect through.
-        call: What all ranks have agreed to call the task.
-    """
-
-    call: str
+    call: str  # what all ranks have agreed to call the task
     manifest: Manifest
     ranks: Ranks
+    # the plans that this rank sends or receives for, in an order that all ranks share
     plans: Sequence[FilePlan]
+    # for each file that this rank receives, its slot, or why there is none
     slots: Mapping[str, Slot | str]
-    own_slot: Slot | None
+    own_slot: Slot | None  # the slot of this rank's own segment, if this process has staged it
     timeout: float
-    transport: TransportChoice
+    transport: TransportChoice  # what moves the bytes
+    # how segments of frozen items are shared with other nodes; None: they are copied
     sharing: Sharing | None = None
-    store: object = None
+    store: object = None  # keeps the store served that the ranks connect through
 
     @property
     def makes_slots(self) -> bool:
@@ -62,9 +52,7 @@ class ReplicationTask:
 def abandon_all(pool: SlotPool, slots: Iterable[Slot | str]) -> None:
     """Give back the slots of a task that isn't begun.
 
-    Args:
-        pool: Where they come from.
-        slots: The task's; texts, which say why there is none, are passed over.
+    `slots`: the task's; texts, which say why there is none, are passed over.
     """
     for slot in slots:
         if isinstance(slot, Slot):
@@ -75,10 +63,6 @@ def newest_replicated(memory: JobMemory, manifest: Manifest) -> LocalCheckpoint 
     """Return the newest replicated checkpoint that lies here, besides one; None for none.
 
     No other one is begun with: it may be evicted meanwhile, and then its slots are counted on.
-
-    Args:
-        memory: The job's memory on this node.
-        manifest: Of the checkpoint that is replicated now.
     """
     for local in memory.checkpoints():
         is_other = local.manifest.save_id != manifest.save_id
@@ -89,12 +73,7 @@ def newest_replicated(memory: JobMemory, manifest: Manifest) -> LocalCheckpoint 
 
 
 class SegmentTables:
-    """The item tables of a checkpoint's segments, from its catalog, which is read once.
-
-    Args:
-        directory: The checkpoint's directory in memory, where its catalog lies.
-        manifest: The checkpoint's.
-    """
+    """The item tables of a checkpoint's segments, from its catalog, which is read once."""
 
     def __init__(self, directory: str, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest

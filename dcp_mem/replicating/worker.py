@@ -41,17 +41,13 @@ class Overtaken(Exception):
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Progress:
-    """The progress of some ranks, joined; the ranks exchange it while they work.
-
-    Attributes:
-        in_full: Files that are to be made again, from all bytes of their shares.
-    """
+    """The progress of some ranks, joined; the ranks exchange it while they work."""
 
     is_done: bool
     is_cancelled: bool
     failures: Failures
     amount: Amount
-    in_full: frozenset[str]
+    in_full: frozenset[str]  # files that are to be made again, from all bytes of their shares
 
     def join(self, other: _Progress) -> _Progress:
         return _Progress(
@@ -66,8 +62,7 @@ class _Progress:
 class Worker:
     """Does one rank's part.
 
-    Attributes:
-        amount: What all ranks have sent; known once `run` has returned, and nothing has failed.
+    `amount`: what all ranks have sent; known once `run` has returned, and nothing has failed.
     """
 
     def __init__(
@@ -75,11 +70,8 @@ class Worker:
     ) -> None:
         """Prepare the task.
 
-        Args:
-            memory: The job's memory on this node.
-            slots: Where the slots of the task come from, and go back to.
-            task: What to do.
-            cancelled: Set it to end the task, on all ranks; set by this where another rank did so.
+        `slots`: where the slots of the task come from, and go back to. `cancelled`: set it to end
+        the task, on all ranks; set by this where another rank did so.
         """
         self._memory, self._slots, self._task, self._cancelled = memory, slots, task, cancelled
         self._ranks, self._manifest, self._rank = task.ranks, task.manifest, task.ranks.rank
@@ -405,10 +397,6 @@ class Worker:
 
 
 def plain(text: str) -> str:
-    """Return the text of an error, without gloo's source file and advice.
-
-    Args:
-        text: The error's text, as torch has it.
-    """
+    """Return the text of an error, without gloo's source file and advice."""
     first_line = re.sub(r"^\[[^]]*\] ", "", text.split("\n")[0])
     return first_line.partition(". This is typically caused")[0][:300]

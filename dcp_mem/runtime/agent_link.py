@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 class AgentLink:
-    """Wakes the flusher, and tells it where the job's ranks run; any thread may do so.
-
-    Args:
-        root: The memory root, whose agent this is.
-    """
+    """Wakes the flusher, and tells it where the job's ranks run; any thread may do so."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -45,15 +41,8 @@ class AgentLink:
     ) -> str:
         """Have pending checkpoints flushed. A job without storage has none.
 
-        Args:
-            settings: Of the job: where it flushes to, and who does.
-            nodes: On which the job's ranks run, if that is known. The flusher waits for no others.
-            run: Token of the run, if it has saved.
-            now: Try at once again what failed; otherwise that has its time.
-            is_waiting: As for `AgentHandle.wake`.
-
-        Returns:
-            As `AgentHandle.wake`.
+        `nodes`: on which the job's ranks run, if that is known. The flusher waits for no others.
+        `now`: try at once again what failed; otherwise that has its time.
         """
         if settings.url is None:
             return ""
@@ -75,9 +64,6 @@ class AgentLink:
         """Have the checksums of complete checkpoints made that aren't to be flushed.
 
         The flusher makes them as well, where it runs: it looks for new checkpoints by itself.
-
-        Args:
-            settings: Of the job.
         """
         with self._guard:
             if not (self._has_agent or self._thread is not None or self._is_stopped):
@@ -101,8 +87,7 @@ class AgentLink:
     def is_news(self, nodes: frozenset[str] | None) -> bool:
         """Return whether the flusher knows of other nodes; it counts as told of these now.
 
-        Args:
-            nodes: The nodes of all ranks; None where they aren't known.
+        `nodes`: the nodes of all ranks; None where they aren't known.
         """
         with self._guard:
             is_news = nodes != self._told_nodes
@@ -110,11 +95,7 @@ class AgentLink:
             return is_news
 
     def knows(self, run: str) -> bool:
-        """Return whether the flusher was told of a run's settings.
-
-        Args:
-            run: Token of the run.
-        """
+        """Return whether the flusher was told of a run's settings."""
         return run == self._told_run
 
     def stop(self) -> None:

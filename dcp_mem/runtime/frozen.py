@@ -47,27 +47,16 @@ _memcmp.restype = ctypes.c_int
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A tensor's memory and its counter of writes, by which a later save recognises it.
+    """A tensor's memory and its counter of writes, by which a later save recognises it."""
 
-    Attributes:
-        storage: Doesn't keep it alive, and no other storage gets its number meanwhile.
-        address: Of the tensor's data.
-        version: Of the tensor's counter of writes.
-        total: Of its bytes, where they lie on a device; 0 otherwise.
-    """
-
-    storage: StorageWeakRef
+    storage: StorageWeakRef  # doesn't keep it alive, and no other storage gets its number meanwhile
     address: int
     version: int
-    total: int = 0
+    total: int = 0  # of its bytes, where they lie on a device; 0 otherwise
 
 
 def identity_of(tensor: torch.Tensor) -> Identity:
-    """Return a tensor's identity as it is now, for a later save to compare.
-
-    Args:
-        tensor: Dense; not an inference tensor.
-    """
+    """Return a tensor's identity as it is now, for a later save to compare."""
     return Identity(
         StorageWeakRef(tensor.untyped_storage()),
         tensor.data_ptr(),
@@ -77,47 +66,30 @@ def identity_of(tensor: torch.Tensor) -> Identity:
 
 
 def has_identity(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor counts its writes, and can be compared with the bytes of a copy.
-
-    Args:
-        tensor: Any.
-    """
+    """Return whether a tensor counts its writes, and can be compared with the bytes of a copy."""
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
     return is_dense and not (tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
 
 
 @dataclass(eq=False, kw_only=True)
 class FrozenSegment:
-    """A sealed segment of frozen items, which later checkpoints may share.
-
-    Attributes:
-        keys: Of its items, in their order.
-        layout: Of the segment.
-        identities: Of the tensors when they were copied; none where those were private copies.
-        slot: The segment's memory.
-        claims: Of the slot, then.
-        since: (name, save id) of checkpoints that share it since all bytes were last compared.
-        is_stale: Whether a comparison has found other bytes in the tensors.
-        key: Of its bytes, by which other nodes know their copies.
-        is_replicated: Whether the nodes that are to have copies have had them.
-    """
+    """A sealed segment of frozen items, which later checkpoints may share."""
 
     keys: Sequence[ItemKey]
     layout: PlanLayout
+    # of the tensors when they were copied; none where those were private copies
     identities: Sequence[Identity]
     slot: Slot
     claims: int
+    # (name, save id) of checkpoints that share it since all bytes were last compared
     since: list[tuple[str, str]] = field(default_factory=list)
-    is_stale: bool = False
+    is_stale: bool = False  # whether a comparison has found other bytes in the tensors
+    # of its bytes, by which other nodes know their copies
     key: bytes = field(default_factory=new_key)
-    is_replicated: bool = False
+    is_replicated: bool = False  # whether the nodes that are to have copies have had them
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Return the numbers of the tensors that are others, or have been written to.
-
-        Args:
-            tensors: In the order of the items.
-        """
+        """Return the numbers of the tensors that are others, or have been written to."""
         found = []
         for number, (known, tensor) in enumerate(zip(self.identities, tensors, strict=True)):
             if (
@@ -130,11 +102,7 @@ class FrozenSegment:
         return found
 
     def differing(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Return the numbers of the tensors with other bytes than the segment, by samples.
-
-        Args:
-            tensors: As in `moved`, which has found none.
-        """
+        """Return the numbers of the tensors with other bytes than the segment, by samples."""
         layout, is_cpu = self.layout.layout, [tensor.is_cpu for tensor in tensors]
         devices = [
             number
@@ -162,10 +130,7 @@ class FrozenSegment:
     ) -> bool:
         """Return whether memory has the same bytes as an item of the segment.
 
-        Args:
-            number: Of the item.
-            address: Of the memory.
-            may_go_on: Asked now and then; where it says no, the rest counts as equal.
+        `may_go_on`: asked now and then; where it says no, the rest counts as equal.
         """
         layout = self.layout.layout
         copy = self.slot.address + int(layout.payload_offsets[number])
@@ -178,11 +143,7 @@ class FrozenSegment:
         return True
 
     def is_compared_now(self, *, is_persisted: bool) -> bool:
-        """Return whether all bytes are to be compared after this save.
-
-        Args:
-            is_persisted: Whether its checkpoint goes to storage.
-        """
+        """Return whether all bytes are to be compared after this save."""
         return bool(self.since) and (is_persisted or len(self.since) >= _COMPARED_EVERY)
 
 
@@ -198,13 +159,7 @@ def _total(tensor: torch.Tensor) -> int:
 
 
 def _sampled(addresses: Columns, copies: Columns, nbytes: Columns) -> Columns:
-    """Return which memory differs from its copy at places chosen by chance.
-
-    Args:
-        addresses: Of the memory, in pieces.
-        copies: Of each piece's copy.
-        nbytes: Of each piece; 8 or more.
-    """
+    """Return which memory differs from its copy at places chosen by chance."""
     if not len(nbytes):
         return np.zeros(0, np.int64)
     counts = np.maximum(_LEAST_SAMPLES, (_SAMPLES * nbytes) // nbytes.sum())
@@ -248,11 +203,8 @@ class WholeComparison:
     ) -> None:
         """Begin; what has been written to in a way that the next save sees is left to that.
 
-        Args:
-            segment: Its slot stays as it is until `on_end` is called.
-            tensors: Kept until then.
-            on_end: Called with the items that differ, and the checkpoints that share them since the
-                last comparison that found none.
+        `segment`: its slot stays as it is until `on_end` is called. `on_end`: called with the items
+        that differ, and the checkpoints that share them since the last comparison that found none.
         """
         self.wait()
         self._is_cancelled = False
@@ -308,9 +260,8 @@ class WholeComparison:
 class FrozenSegments:
     """The frozen segments of one process's last saves, and what became of its declarations.
 
-    Attributes:
-        comparison: Of all bytes, now and then.
-        stale: Save ids of checkpoints that turned out to hold stale bytes, the last ones.
+    `comparison`: of all bytes, now and then. `stale`: save ids of checkpoints that turned out to
+    hold stale bytes, the last ones.
     """
 
     def __init__(self) -> None:
@@ -320,19 +271,13 @@ class FrozenSegments:
         self._changes: dict[ItemKey, int] = {}
 
     def of(self, group: object) -> FrozenSegment | None:
-        """Return the segment of the last complete save of a group of ranks.
-
-        Args:
-            group: Key of the ranks that save together.
-        """
+        """Return the segment of the last complete save of a group of ranks."""
         return self._known.get(group)
 
     def keep(self, group: object, segment: FrozenSegment | None) -> None:
         """Take note of a complete save.
 
-        Args:
-            group: Key of the ranks that save together.
-            segment: None where the save had none.
+        `segment`: None where the save had none.
         """
         if segment is None:
             self._known.pop(group, None)
@@ -342,30 +287,17 @@ class FrozenSegments:
     def note_change(self, keys: Sequence[ItemKey]) -> list[ItemKey]:
         """Count that items have changed which were declared frozen.
 
-        Args:
-            keys: Of the items.
-
-        Returns:
-            Those that have changed before, and count as training from now on.
+        Returns those that have changed before, and count as training from now on.
         """
         for key in keys:
             self._changes[key] = self._changes.get(key, 0) + 1
         return [key for key in keys if self._changes[key] > 1]
 
     def is_training(self, key: ItemKey) -> bool:
-        """Return whether an item changes time and again, whatever was declared.
-
-        Args:
-            key: Of the item.
-        """
+        """Return whether an item changes time and again, whatever was declared."""
         return self._changes.get(key, 0) > 1
 
 
 def matches(left: Sequence[ItemKey], right: Sequence[ItemKey]) -> bool:
-    """Return whether two segments have the same items in the same order.
-
-    Args:
-        left: Keys of the one's items.
-        right: Keys of the other's.
-    """
+    """Return whether two segments have the same items in the same order."""
     return left is right or (len(left) == len(right) and all(map(operator.eq, left, right)))

@@ -23,17 +23,10 @@ PlanKey = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
-    """The last complete save of a plan; its catalog is kept while the plan's saves stay alike.
-
-    Attributes:
-        catalog: Key of the catalog.
-        items: Fingerprint of this rank's items, by name and offset.
-        segments: Of all ranks.
-        save_id: Of that save.
-    """
+    """The last complete save of a plan; its catalog is kept while the plan's saves stay alike."""
 
     catalog: str
-    items: int
+    items: int  # fingerprint of this rank's items, by name and offset
     segments: Segments
     save_id: str = ""
 
@@ -47,12 +40,7 @@ class PersistCounter:
     _step: int | None = None
 
     def note(self, persisted: bool, step: int | None) -> None:
-        """Count a complete save.
-
-        Args:
-            persisted: Whether it goes to storage.
-            step: Its training step, where that was said.
-        """
+        """Count a complete save."""
         if persisted:
             self._saves, self._at, self._step = 1, time.monotonic(), step
         elif self._saves is not None:
@@ -61,8 +49,7 @@ class PersistCounter:
     def since(self, step: int | None) -> Since | None:
         """Return how long ago that was, seen from a save of this step; None: it never was.
 
-        Args:
-            step: The training step of the save in question; None where it told none.
+        `step`: the training step of the save in question; None where it told none.
         """
         if self._saves is None:
             return None
@@ -76,12 +63,9 @@ class LastSaves:
     Written within a save's turn only. Other threads may look up what is there under a key; none of
     the values changes.
 
-    Attributes:
-        plans: By plan, what its last complete save was made of.
-        persisted: When a save last went to storage.
-        expected_copies: By group of ranks, bytes of each slot that the last save's copies took on
-            this rank.
-        is_swept: Whether nothing of a failed save is left in memory.
+    `plans`: by plan, what its last complete save was made of. `persisted`: when a save last went to
+    storage. `expected_copies`: by group of ranks, bytes of each slot that the last save's copies
+    took on this rank. `is_swept`: whether nothing of a failed save is left in memory.
     """
 
     def __init__(self) -> None:
@@ -94,11 +78,7 @@ class LastSaves:
         self._saves_since_trim = 0
 
     def is_first_warning(self, text: str) -> bool:
-        """Return whether this warning is new: one that holds for every save is logged once.
-
-        Args:
-            text: The whole warning.
-        """
+        """Return whether this warning is new: one that holds for every save is logged once."""
         is_first = text not in self._warned
         self._warned.add(text)
         return is_first
@@ -106,8 +86,7 @@ class LastSaves:
     def is_trim_due(self, most_nbytes: int) -> bool:
         """Return whether to look for free slots that are too many; a look costs as much as a save.
 
-        Args:
-            most_nbytes: What the job's checkpoints take on this node at most, by this save.
+        `most_nbytes`: what the job's checkpoints take on this node at most, by this save.
         """
         self._saves_since_trim += 1
         is_due = most_nbytes != self._trimmed_to or self._saves_since_trim >= _TRIM_EVERY

@@ -21,25 +21,18 @@ _LAYOUTS_KEPT = 16
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlanLayout:
-    """The layout of one rank's plan.
+    """The layout of one rank's plan."""
 
-    Attributes:
-        expected: Dtypes and shapes as the plan has them.
-        dense: Dtypes and shapes as the tensors really have them; None for a tensor without a plain
-            dense payload, which is pickled behind the layout.
-        layout: Where each dense tensor lies.
-        described: The layout as the catalog has it, for readers that go by the plan.
-        frames: Names the bytes around the payloads (heads and tails of `torch.save`). Other shapes
-            or dtypes may well lie at the same offsets.
-        is_plain: Whether `dense` and `expected` agree for every tensor.
-    """
-
-    expected: Specs
+    expected: Specs  # dtypes and shapes as the plan has them
+    # dtypes and shapes as the tensors really have them; None for a tensor without a plain dense
+    # payload, which is pickled behind the layout
     dense: Sequence[Spec | None]
     layout: Layout
-    described: Layout
+    described: Layout  # the layout as the catalog has it, for readers that go by the plan
+    # Names the bytes around the payloads (heads and tails of `torch.save`). Other shapes or dtypes
+    # may well lie at the same offsets.
     frames: str
-    is_plain: bool
+    is_plain: bool  # whether `dense` and `expected` agree for every tensor
 
 
 class Layouts:
@@ -52,8 +45,7 @@ class Layouts:
     def of(self, expected: Specs) -> PlanLayout:
         """Return the layout of a plan with these dtypes and shapes: a known one, or a new one.
 
-        Args:
-            expected: Dtypes and shapes as the plan has them.
+        `expected`: dtypes and shapes as the plan has them.
         """
         for known in reversed(self._known()):
             if known.expected == expected:
@@ -68,9 +60,8 @@ class Layouts:
     def learn(self, expected: Specs, dense: Sequence[Spec | None]) -> PlanLayout:
         """Lay a plan out by what its tensors turned out to be, and keep that for this plan.
 
-        Args:
-            expected: Dtypes and shapes as the plan has them.
-            dense: As the tensors have them; None for one without a plain dense payload.
+        `expected`: dtypes and shapes as the plan has them. `dense`: as the tensors have them; None
+        for one without a plain dense payload.
         """
         specs = [spec for spec in dense if spec is not None]
         layout = lay_out(specs)
@@ -102,9 +93,8 @@ class Layouts:
 def put_frames(slot: Slot, plan_layout: PlanLayout) -> None:
     """Write the bytes around the payloads into a mapped slot, unless they are there already.
 
-    Args:
-        slot: Of the layout's size at least.
-        plan_layout: Where payloads and the bytes around them lie.
+    `slot`: of the layout's size at least. `plan_layout`: where payloads and the bytes around them
+    lie.
     """
     if slot.frames != plan_layout.frames:
         slot.frames = ""  # a slot that is only half done must not pass for one that is

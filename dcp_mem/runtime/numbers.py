@@ -21,23 +21,14 @@ _guard = threading.Lock()
 
 
 def note_seen(settings: Settings, number: SaveNumber) -> None:
-    """Remember a number that a load has found, in memory or on storage: later saves are newer.
-
-    Args:
-        settings: Of the job.
-        number: The greatest one that the load has found.
-    """
+    """Remember a number that a load has found, in memory or on storage: later saves are newer."""
     with _guard:
         key = (settings.memory_root, settings.job)
         _seen[key] = max(_seen.get(key, UNNUMBERED), number)
 
 
 def seen(settings: Settings) -> SaveNumber:
-    """Return the greatest number that loads of this process have found.
-
-    Args:
-        settings: Of the job.
-    """
+    """Return the greatest number that loads of this process have found."""
     return _seen.get((settings.memory_root, settings.job), UNNUMBERED)
 
 
@@ -45,9 +36,6 @@ class RunNumbers:
     """The numbers that this process has given to saves of a job, and knows of.
 
     Saves change it in their turn; any thread may ask for `newest`.
-
-    Args:
-        memory: The job's memory on this node.
     """
 
     def __init__(self, memory: JobMemory) -> None:
@@ -72,11 +60,7 @@ class RunNumbers:
         The generation is 0 if the run hasn't begun one. It may have been raised since the last
         save, by the flusher of this node, which has found newer ones on storage.
 
-        Args:
-            manifests: Of the complete checkpoints in this node's memory.
-
-        Raises:
-            RankFailed: The default group's store is gone, or silent.
+        Raises RankFailed.
         """
         self._run = self._run or run_token()[:_RUN_DIGITS] or uuid.uuid4().hex[:_RUN_DIGITS]
         # Ranks that save without each other are one run: they go on with one generation.
@@ -95,9 +79,6 @@ class RunNumbers:
         Since its number was agreed on, the flusher may have got a newer generation for an earlier
         run: then the generation of this run is raised as well. What a later run has saved
         meanwhile stays newer: this process was stopped, and its job has gone on without it.
-
-        Args:
-            manifest: Of the checkpoint.
         """
         newest = self._memory.newest_number(without_run=manifest.run)
         if self._memory.raised(manifest).number > newest:
@@ -110,10 +91,7 @@ class RunNumbers:
     def begin(self, newest: SaveNumber, generation: int, run: str) -> tuple[SaveNumber, str]:
         """Return the number of the save that the ranks agree on now, and the token of its run.
 
-        Args:
-            newest: The greatest number that any rank knows of.
-            generation: The one that the coordinator's run goes on with; 0 for none.
-            run: Token of that run.
+        `generation`: the one that the coordinator's run goes on with; 0 for none.
         """
         number = next_number(newest, generation)
         if generation and number.generation > generation:

@@ -21,18 +21,13 @@ from dcp_mem.runtime.layouts import PlanLayout, put_frames
 
 @dataclass(frozen=True, slots=True)
 class SlotSizes:
-    """The sizes of the slots that one checkpoint takes on a rank.
+    """The sizes of the slots that one checkpoint takes on a rank."""
 
-    Attributes:
-        own: Bytes of the slot of the rank's own segment.
-        layout: What that slot is made ready for.
-        copies: Bytes of each slot for a segment, or parity, that comes from another rank.
-        base: Layout of a further slot, which all checkpoints share; None where none is needed.
-    """
-
-    own: int
+    own: int  # bytes of the slot of the rank's own segment
     layout: PlanLayout
+    # bytes of each slot for a segment, or parity, that comes from another rank
     copies: Sequence[int] = ()
+    # layout of a further slot, which all checkpoints share; None where none is needed
     base: PlanLayout | None = None
 
     @property
@@ -43,21 +38,14 @@ class SlotSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNeeds:
-    """The memory that the next checkpoints need on this node, in bytes.
-
-    Attributes:
-        checkpoint: The slots of one, copies included.
-        base: What all of them share, and isn't there yet.
-        records: All files of one but its slots.
-        pending: What is about to be taken for copies, and is set aside already.
-        room: For how many more checkpoints the ranks have found memory together; None where each
-            rank looks by itself, and may count what others are making just then.
-    """
+    """The memory that the next checkpoints need on this node, in bytes."""
 
     checkpoint: int
-    base: int = 0
+    base: int = 0  # what all of them share, and isn't there yet
     records: int = 0
-    pending: int = 0
+    pending: int = 0  # what is about to be taken for copies, and is set aside already
+    # for how many more checkpoints the ranks have found memory together; None where each rank looks
+    # by itself, and may count what others are making just then
     room: int | None = None
 
 
@@ -66,11 +54,6 @@ class Prefaulting:
 
     Any thread may call `fill_up` and `stop`. On return from `stop` nothing is made ready any more,
     until somebody calls `fill_up` again.
-
-    Args:
-        memory: The job's memory on this node.
-        slots: Where free slots are made ready.
-        heap: Trimmed once the slots are ready.
     """
 
     def __init__(self, memory: JobMemory, slots: SlotPool, heap: GrownHeap) -> None:
@@ -124,14 +107,8 @@ class Prefaulting:
 
         In the background.
 
-        Args:
-            settings: Of the job: how many checkpoints stay, and the memory limit.
-            sizes: What one checkpoint takes of this rank's slots.
-            needs: What checkpoints take on this node.
-            rank: Names this rank's segments.
-
-        Returns:
-            What tells when that has ended; None where nothing is missing.
+        `settings`: of the job: how many checkpoints stay, and the memory limit. Returns what tells
+        when that has ended; None where nothing is missing.
         """
 
         def missing() -> int:

@@ -15,10 +15,6 @@ class Publisher:
     """Publishes checkpoints in the job's memory on this node.
 
     Checkpoints are published in turn; any thread may drain.
-
-    Args:
-        memory: The job's memory on this node.
-        catalogs: The job's catalogs on this node.
     """
 
     def __init__(self, memory: JobMemory, catalogs: Catalogs) -> None:
@@ -30,9 +26,6 @@ class Publisher:
         """Make a checkpoint COMPLETE, in the place of an older one of its name.
 
         Its segments and its catalog are there already: the manifest comes last.
-
-        Args:
-            manifest: Of the checkpoint.
         """
         directory = self._memory.make_checkpoint_directory(manifest.name)
         replaced = [
@@ -48,11 +41,7 @@ class Publisher:
             self._memory.retire_replaced(checkpoint)
 
     def show(self, manifest: Manifest) -> None:
-        """Put `.metadata` beside a complete checkpoint, in the background.
-
-        Args:
-            manifest: Of the complete checkpoint.
-        """
+        """Put `.metadata` beside a complete checkpoint, in the background."""
         with self._guard:
             if self._stock_metadata is None:
                 self._stock_metadata = StockMetadataThread(self._memory, self._catalogs)

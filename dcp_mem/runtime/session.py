@@ -70,37 +70,22 @@ class Session:
 
     No lock is held while bytes are copied, or while ranks are talked to.
 
-    Attributes:
-        memory: The job's directory in this node's memory.
-        lock: Keeps other runs of the same job out.
-        slots: Files to stage into.
-        catalogs: The catalogs of the job's checkpoints.
-        layouts: How the segments of recent plans are laid out.
-        frozen: Segments of frozen tensors, for the next saves to share.
-        heap: Heap to give back to the system.
-        prefaulting: Makes slots ready between saves.
-        last_saves: What the last saves have left for the next ones to go by.
-        numbers: The numbers of saves, for the next one's.
-        replicator: Has complete checkpoints copied to other nodes.
-        shared_copies: Copies of other ranks' frozen tensors, for the next checkpoints to share.
-        publisher: Makes checkpoints COMPLETE on this node.
-        nodes: On which nodes the job runs.
-        turns: The order of the saves.
-        unsealed: Eager copies that aren't sealed so far; each save gives its own back.
+    `memory`: the job's directory in this node's memory. `lock`: keeps other runs of the same job
+    out. `catalogs`: the catalogs of the job's checkpoints. `layouts`: how the segments of recent
+    plans are laid out. `frozen`: segments of frozen tensors, for the next saves to share. `heap`:
+    heap to give back to the system. `prefaulting`: makes slots ready between saves. `last_saves`:
+    what the last saves have left for the next ones to go by. `numbers`: the numbers of saves, for
+    the next one's. `replicator`: has complete checkpoints copied to other nodes. `shared_copies`:
+    copies of other ranks' frozen tensors, for the next checkpoints to share. `publisher`: makes
+    checkpoints COMPLETE on this node. `nodes`: on which nodes the job runs. `turns`: the order of
+    the saves. `unsealed`: eager copies that aren't sealed so far; each save gives its own back.
     """
 
     def __init__(self, root: str, job: str, identity: RunIdentity) -> None:
         """Open the job's memory.
 
-        Args:
-            root: The memory root.
-            job: The job's name.
-            identity: By which another run of the job is told from this one.
-
-        Raises:
-            JobInUse: Another run saves under this name on this node.
-            MemoryRootRefused: The memory root belongs to someone else, or isn't safe.
-            MemoryUnavailable: The memory root can't be made.
+        `identity`: by which another run of the job is told from this one. Raises JobInUse,
+        MemoryRootRefused, MemoryUnavailable.
         """
         self.memory = JobMemory(root, job)
         self.lock = JobLock(self.memory.directory, job, identity)
@@ -126,18 +111,12 @@ class Session:
     def topology(self, ranks: Ranks, failure_domain: str = "") -> Topology:
         """Return where these ranks run; see `JobNodes.topology`.
 
-        Args:
-            ranks: The ranks that save together.
-            failure_domain: Of this node; "" for one of its own.
+        `failure_domain`: of this node; "" for one of its own.
         """
         return self.nodes.topology(ranks, failure_domain)
 
     def publish(self, manifest: Manifest) -> None:
-        """Make a checkpoint COMPLETE on this node; see `Publisher.publish`.
-
-        Args:
-            manifest: Of the checkpoint.
-        """
+        """Make a checkpoint COMPLETE on this node; see `Publisher.publish`."""
         self.publisher.publish(manifest)
 
     def slots_for(self, plans: Iterable[FilePlan]) -> dict[str, Slot | str]:
@@ -145,20 +124,12 @@ class Session:
 
         No page of it is populated yet.
 
-        Args:
-            plans: Of the files that this rank receives.
-
-        Returns:
-            By file, its slot, or why there is none.
+        Returns by file, its slot, or why there is none.
         """
         return {plan.file: self.slot_for(plan) for plan in plans}
 
     def slot_for(self, plan: FilePlan) -> Slot | str:
-        """Claim a slot for one such file; return why there is none, where that is so.
-
-        Args:
-            plan: Of a file that this rank receives.
-        """
+        """Claim a slot for one such file; return why there is none, where that is so."""
         try:
             slot = self.slots.take(plan.slot_nbytes, "")
             slot.set_aside(plan.nbytes, plan.slot_nbytes)
@@ -169,13 +140,7 @@ class Session:
     def wake_agent(self, settings: Settings, *, now: bool = False, is_waiting: bool = False) -> str:
         """Have pending checkpoints flushed.
 
-        Args:
-            settings: Of the job: where it flushes to, and who does.
-            now: Try at once again what failed; otherwise that has its time.
-            is_waiting: As for `AgentHandle.wake`.
-
-        Returns:
-            As `AgentHandle.wake`.
+        `now`: try at once again what failed; otherwise that has its time.
         """
         nodes, run = self.nodes.of_all_ranks, self.numbers.token
         return self._agent.wake(settings, nodes, run, now=now, is_waiting=is_waiting)
@@ -185,11 +150,6 @@ class Session:
 
         A flusher of an earlier run looks at memory by itself. It would flush the checkpoint as that
         run was to be flushed: with its credentials, retention and overwrite=.
-
-        Args:
-            settings: Of the job.
-            run: Token of the run.
-            is_flushed: Whether the flusher has something to do for the checkpoint.
         """
         if run != self._noted_run:
             self.lock.note_run(run, settings.url)
@@ -198,11 +158,7 @@ class Session:
             self.wake_agent(settings)
 
     def sum_up(self, settings: Settings) -> None:
-        """Have checksums made of complete checkpoints that stay in memory.
-
-        Args:
-            settings: Of the job.
-        """
+        """Have checksums made of complete checkpoints that stay in memory."""
         self._agent.sum_up(settings)
 
     def tell_nodes(self, settings: Settings) -> None:
@@ -210,9 +166,6 @@ class Session:
 
         The flush of a checkpoint of an earlier run may be waiting for nodes that are gone. An agent
         that was killed is followed by another one.
-
-        Args:
-            settings: The writer's, with which the agent is to flush.
         """
         is_news = self._agent.is_news(self.nodes.of_all_ranks)
         if not (self._agent.has_lost_agent() or is_news):
@@ -242,8 +195,7 @@ class Session:
 
         Before it, in this turn, `wait_for_threads` has returned.
 
-        Args:
-            keep_slots: Leave slots and mappings to this process's next session of the job.
+        `keep_slots`: leave slots and mappings to this process's next session of the job.
         """
         steps: list[Callable[[], object]] = [self._agent.stop]
         if keep_slots:
@@ -291,14 +243,8 @@ def session_for(settings: Settings, identity: RunIdentity) -> Session:
     A session that another thread closes is waited for, and followed by a new one; but a thread that
     has its turn in it goes on with it.
 
-    Args:
-        settings: Memory root and name of the job.
-        identity: The run that this process belongs to; another run of the same job is kept out.
-
-    Raises:
-        JobInUse: Another run saves under this name on this node.
-        MemoryRootRefused: The memory root belongs to someone else, or isn't safe.
-        MemoryUnavailable: The memory root can't be made.
+    `identity`: the run that this process belongs to; another run of the same job is kept out.
+    Raises JobInUse, MemoryRootRefused, MemoryUnavailable.
     """
     return _session_and(lambda session: session, settings, identity, is_next=False)
 
@@ -309,14 +255,7 @@ def enter_session(settings: Settings, identity: RunIdentity) -> tuple[Session, T
     The session stays open until the turn is over. The turn isn't waited for here. Earlier turns
     that the calling thread holds are over: a thread makes one save at a time.
 
-    Args:
-        settings: Memory root and name of the job.
-        identity: The run that this process belongs to.
-
-    Raises:
-        JobInUse: As from `session_for`.
-        MemoryRootRefused: As from `session_for`.
-        MemoryUnavailable: As from `session_for`.
+    Raises JobInUse, MemoryRootRefused, MemoryUnavailable.
     """
     return _session_and(
         lambda session: (session, session.turns.take()), settings, identity, is_next=True
@@ -328,11 +267,7 @@ def _session_and(
 ) -> T:
     """Return what is taken of the job's session, before anybody can close that.
 
-    Args:
-        take: Takes it; called with the session.
-        settings: Memory root and name of the job.
-        identity: The run that this process belongs to.
-        is_next: Whether the calling thread has come to its next save.
+    `is_next`: whether the calling thread has come to its next save.
     """
     key = (os.getpid(), settings.memory_root, settings.job)
     while True:
@@ -351,11 +286,7 @@ def _session_and(
 
 
 def open_session(settings: Settings) -> Session | None:
-    """Return this process's session of the job if it has one.
-
-    Args:
-        settings: The job's, with its memory root.
-    """
+    """Return this process's session of the job if it has one."""
     return _sessions.get((os.getpid(), settings.memory_root, settings.job))
 
 
@@ -365,9 +296,7 @@ def close_session(settings: Settings, *, keep_slots: bool = False) -> None:
     Saves that have asked for their turn by now come first; those of threads that have died don't
     count. Where another thread closes the session already, this waits for it.
 
-    Args:
-        settings: Memory root and name of the job.
-        keep_slots: Leave slots and mappings to this process's next session of the job.
+    `keep_slots`: leave slots and mappings to this process's next session of the job.
     """
     key = (os.getpid(), settings.memory_root, settings.job)
     with _guard:

@@ -55,11 +55,7 @@ Returns why there is no agent that answers, as `AgentHandle.wake`; "" where ther
 
 
 def status(settings: Settings) -> list[CheckpointStatus]:
-    """Return every known checkpoint of the job on this node, newest first.
-
-    Args:
-        settings: The job's, with its memory root.
-    """
+    """Return every known checkpoint of the job on this node, newest first."""
     memory = JobMemory(settings.memory_root, settings.job)
     present = [status_of(checkpoint) for checkpoint in memory.checkpoints()]
     known = {entry.save_id for entry in present}
@@ -71,12 +67,7 @@ def status(settings: Settings) -> list[CheckpointStatus]:
 def with_exports(
     entries: Sequence[CheckpointStatus], exports: ExportRecords
 ) -> list[CheckpointStatus]:
-    """Return the entries with what became of their exports.
-
-    Args:
-        entries: Of checkpoints.
-        exports: Of the job, on this node.
-    """
+    """Return the entries with what became of their exports."""
     records = {one.save_id: one for one in exports.records}
     return [
         entry
@@ -92,11 +83,7 @@ def with_exports(
 
 
 def agent_log(settings: Settings) -> str:
-    """Return the path of the file where this node's agent writes what it does.
-
-    Args:
-        settings: The job's; only its memory root matters.
-    """
+    """Return the path of the file where this node's agent writes what it does."""
     return agent_handle.log_path(settings.memory_root)
 
 
@@ -111,16 +98,8 @@ def wait(
 ) -> None:
     """Wait until a checkpoint has reached a state; raise what `MemoryStorageWriter.wait` raises.
 
-    Args:
-        settings: Of the job.
-        name: Of the checkpoint; None for the newest one that is meant to reach the state.
-        state: COMPLETE, REPLICATED or DURABLE, or its text.
-        timeout: Seconds; None waits for as long as there is hope.
-        wake: Wakes the agent.
-        show: Shown the checkpoint several times a second.
-
-    Raises:
-        ConfigError: This state isn't one to wait for, or the timeout is no number of seconds.
+    `name`: of the checkpoint; None for the newest one that is meant to reach the state. `timeout`:
+    seconds; None waits for as long as there is hope. Raises ConfigError.
     """
     wanted = _awaitable(state)
     if wanted is State.REPLICATED and not settings.redundancy:
@@ -153,11 +132,7 @@ def _awaitable(state: State | str) -> State:
 def promote_newest(settings: Settings) -> frozenset[str]:
     """Have the newest checkpoint in memory flushed that was to stay there, of each scope.
 
-    Args:
-        settings: Of the job.
-
-    Returns:
-        The save ids of those; empty where storage has them, or is to get them anyway.
+    Returns the save ids of those; empty where storage has them, or is to get them anyway.
     """
     memory = JobMemory(settings.memory_root, settings.job)
     newest: dict[str, LocalCheckpoint] = {}
@@ -180,18 +155,9 @@ def wait_for_all(
 ) -> None:
     """Wait until nothing in memory awaits its flush.
 
-    Args:
-        settings: Of the job.
-        wake: Wakes the agent.
-        show: Shown the checkpoints several times a second.
-        timeout: Seconds; None waits for as long as there is hope.
-        promoted: Save ids of checkpoints that were to stay in memory. Other nodes may not have been
-            told, so these are given up where they fail for longer than ranks wait for each other.
-
-    Raises:
-        FlushFailed: Storage refused all that is left, or it was given up; says why, what that is,
-            and how to flush it later.
-        WaitTimeout: The time ran out first.
+    `timeout`: seconds; None waits for as long as there is hope. `promoted`: save ids of checkpoints
+    that were to stay in memory. Other nodes may not have been told, so these are given up where
+    they fail for longer than ranks wait for each other. Raises FlushFailed, WaitTimeout.
     """
     refusals, patience_ends = _Refusals(settings, wake), time.monotonic() + exchange_timeout()
 
@@ -223,9 +189,7 @@ def wait_for_all(
 def wait_for_exports(settings: Settings, wake: Wake) -> None:
     """Wait until each export of this node has been tried; log those that have failed.
 
-    Args:
-        settings: Of the job; nothing is waited for where it exports nothing.
-        wake: Wakes the agent.
+    `settings`: of the job; nothing is waited for where it exports nothing.
     """
     if settings.export is None:
         return
@@ -247,11 +211,7 @@ def wait_for_exports(settings: Settings, wake: Wake) -> None:
 
 
 class AgentPatience:
-    """Tells when to wait no longer for an agent that can't be started, ends at once or is stopped.
-
-    Args:
-        settings: Of the job.
-    """
+    """Tells when to wait no longer for an agent that can't start, ends at once or is stopped."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -259,11 +219,7 @@ class AgentPatience:
         self._seen: Sequence[CheckpointStatus] = ()
 
     def is_over(self, why_not: str) -> bool:
-        """Return whether it is over.
-
-        Args:
-            why_not: As the agent was woken just now.
-        """
+        """Return whether it is over."""
         if not why_not:
             self._since = None
             return False
@@ -312,9 +268,7 @@ def _flush_command(settings: Settings) -> str:
 class _Refusals:
     """The refusals that a wait counts: of attempts that may know what the user has mended.
 
-    Args:
-        settings: Of the job.
-        wake: Wakes the agent, and brings it the job's settings and credentials.
+    `wake`: wakes the agent, and brings it the job's settings and credentials.
     """
 
     def __init__(self, settings: Settings, wake: Wake) -> None:
@@ -331,9 +285,6 @@ class _Refusals:
 
         What had been refused before the wait may have been tried again just before the agent was
         woken. So that is tried once more.
-
-        Args:
-            checkpoint: Awaiting its flush.
         """
         save_id = checkpoint.manifest.save_id
         is_new = checkpoint.flush.attempts > self._known.get(save_id, 0)
@@ -428,25 +379,15 @@ def _candidates(settings: Settings, name: str | None, wanted: State) -> list[Che
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wait:
-    """A wait for something to happen in the job's memory.
-
-    Attributes:
-        settings: Of the job.
-        what: What has not happened yet, for texts.
-        is_over: Returns whether it has; raises where it never will.
-        awaited: Returns what to show.
-        wake: Wakes the agent.
-        show: Shown what is awaited several times a second.
-        state: What is awaited: an agent only makes checkpoints durable.
-    """
+    """A wait for something to happen in the job's memory."""
 
     settings: Settings
     what: str
-    is_over: Callable[[], bool]
+    is_over: Callable[[], bool]  # returns whether it has; raises where it never will
     awaited: Callable[[], Sequence[CheckpointStatus]]
     wake: Wake
-    show: Show | None
-    state: State = State.DURABLE
+    show: Show | None  # shown what is awaited several times a second
+    state: State = State.DURABLE  # what is awaited: an agent only makes checkpoints durable
 
     def run(self, timeout: float | None) -> None:
         """Return once it has happened. Raises WaitTimeout, or what `is_over` raises."""
@@ -502,11 +443,7 @@ def _trouble(settings: Settings) -> str:
 
 
 def status_of(checkpoint: LocalCheckpoint) -> CheckpointStatus:
-    """Return what is known of a checkpoint in memory.
-
-    Args:
-        checkpoint: A complete checkpoint in this node's memory.
-    """
+    """Return what is known of a checkpoint in memory."""
     manifest, flush, replication = checkpoint.manifest, checkpoint.flush, checkpoint.replication
     is_replicated = replication.outcome == Outcome.REPLICATED
     states = {
@@ -551,8 +488,7 @@ def status_of(checkpoint: LocalCheckpoint) -> CheckpointStatus:
 def place_of(entry: CheckpointStatus) -> Place:
     """Return what the order of the job's checkpoints goes by.
 
-    Args:
-        entry: A checkpoint, or a save that never began.
+    `entry`: a checkpoint, or a save that never began.
     """
     return Place(
         number=SaveNumber(entry.generation, entry.count),

@@ -12,12 +12,7 @@ from dcp_mem.common.sendable import sendable
 
 @sendable
 class Home(NamedTuple):
-    """The node and failure domain of a rank. A plain tuple, because it is sent to all ranks.
-
-    Attributes:
-        node: The node's id.
-        domain: What fails together with that node.
-    """
+    """The node and failure domain of a rank. A plain tuple, because it is sent to all ranks."""
 
     node: str
     domain: str
@@ -25,13 +20,7 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The nodes and failure domains of the ranks of one save or load.
-
-    Attributes:
-        nodes: Node id of each rank.
-        domains: Failure domain of each rank's node.
-        rank: This rank.
-    """
+    """The nodes and failure domains of the ranks of one save or load."""
 
     nodes: tuple[str, ...]
     domains: tuple[str, ...]
@@ -48,11 +37,7 @@ class Topology:
         return len(set(self.nodes))
 
     def neighbours(self, node: str) -> list[int]:
-        """Return the ranks on a node.
-
-        Args:
-            node: The node's name.
-        """
+        """Return the ranks on a node."""
         return [rank for rank, other in enumerate(self.nodes) if other == node]
 
 
@@ -64,11 +49,7 @@ class JobNodes:
     """
 
     def __init__(self, node: str) -> None:
-        """Start with nothing known.
-
-        Args:
-            node: Id of this node.
-        """
+        """Start with nothing known."""
         self._node = node
         self._of_all_ranks: frozenset[str] | None = None
         self._seen: tuple[str, ...] = ()  # what these were made of, by rank
@@ -81,9 +62,7 @@ class JobNodes:
     def topology(self, ranks: Ranks, failure_domain: str = "") -> Topology:
         """Return where these ranks run; the first time, in an exchange of all of them.
 
-        Args:
-            ranks: The ranks, which all call this.
-            failure_domain: Of this node; "" for one of its own.
+        `failure_domain`: of this node; "" for one of its own.
         """
         known = ranks.cache.get(self._node)
         if known is None:

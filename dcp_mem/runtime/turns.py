@@ -118,12 +118,7 @@ class Turns:
 
 
 class Turn:
-    """One save's turn. Its end is the end of the `with` block, `end()`, or that of the ticket.
-
-    Args:
-        turns: The turns that this one is of.
-        entry: Its place among them.
-    """
+    """One save's turn. Its end is the end of the `with` block, `end()`, or that of the ticket."""
 
     def __init__(self, turns: Turns, entry: _Entry) -> None:
         self._turns, self._entry = turns, entry
@@ -156,9 +151,8 @@ class Turn:
     def follow(self, is_over: Callable[[], bool]) -> None:
         """Have the turn end once its save is over, should nobody call `end`.
 
-        Args:
-            is_over: Returns whether the save is over. Other threads call it, about every
-                millisecond while they wait. It must not raise, wait, nor keep this turn alive.
+        `is_over`: returns whether the save is over. Other threads call it, about every millisecond
+        while they wait. It must not raise, wait, nor keep this turn alive.
         """
         self._entry.follows = is_over
 

@@ -54,20 +54,9 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
     5. If any rank sees something against the save: all ranks see all reports, and settle it at
        length.
 
-    Args:
-        context: Of the save.
-        planned: This rank's part of the plan, or why it has none.
-
-    Returns:
-        None where the save is to be skipped: memory is full, and `on_full` says so.
-
-    Raises:
-        NoCommonPlan: The ranks don't save by one plan; nothing has been decided.
-        MemoryBudgetExceeded: There is no room, and `on_full` doesn't wait for it; or waiting is in
-            vain.
-        CheckpointExists: The name is taken, and overwrite=False.
-        ConfigError: The ranks save under different names.
-        RankFailed: Another rank couldn't plan, or report.
+    `planned`: this rank's part of the plan, or why it has none. Returns None where the save is to
+    be skipped: memory is full, and `on_full` says so. Raises NoCommonPlan, MemoryBudgetExceeded,
+    CheckpointExists, ConfigError, RankFailed.
     """
     started = time.monotonic()
     topology = context.session.topology(context.ranks, context.settings.failure_domain)
@@ -231,8 +220,7 @@ def _has_slots(
 def _settle_replication(context: SaveContext) -> bool:
     """Do with the older checkpoint's copies what `on_replication` says, on all ranks alike.
 
-    Returns:
-        Whether the new checkpoint may have copies.
+    Returns whether the new checkpoint may have copies.
     """
     replicator = context.session.replicator
     if context.settings.on_replication == "skip":

@@ -60,10 +60,9 @@ class StagedState:
     It may be pickled, for a save in another process. Until that is over, DCP keeps this object in
     the process that copied, and this object keeps the slot.
 
-    Attributes:
-        request: Asks the process that saves for the plan, where this one knows none.
-        is_copied_elsewhere: Whether another process has copied it into a slot, or wants to copy
-            the next ones.
+    `request`: asks the process that saves for the plan, where this one knows none.
+    `is_copied_elsewhere`: whether another process has copied it into a slot, or wants to copy the
+    next ones.
     """
 
     is_copied_elsewhere = False
@@ -78,13 +77,9 @@ class StagedState:
     ) -> None:
         """Take what the save will need.
 
-        Args:
-            info: What the training loop said of the save.
-            content: The copy; or why there is none, which the save raises on all ranks.
-            turn: The save's turn among those of this process. Where another process saves, it ends
-                with the copying.
-            request: As in the attributes.
-            send: Its turn to be sent, where another process saves.
+        `content`: the copy; or why there is none, which the save raises on all ranks. `turn`: the
+        save's turn among those of this process. Where another process saves, it ends with the
+        copying.
         """
         self.info, self.turn, self.request = info, turn, request
         self._content, self._send = content, send
@@ -142,9 +137,6 @@ class StagedState:
         """Give up the copy and the turn when the save is over, should it not have taken them.
 
         `dcp.save` may fail before it calls the writer, and its error keep this state.
-
-        Args:
-            saving: The save's.
         """
         saving.add_done_callback(partial(_give_up_state, weakref.ref(self)))
 
@@ -154,21 +146,13 @@ class StagedState:
 
 
 def staged_in(state_dict: Mapping[str, Any]) -> StagedState | None:
-    """Return the staged state that a state dict stands for; None where it is a plain one.
-
-    Args:
-        state_dict: As DCP hands it on.
-    """
+    """Return the staged state that a state dict stands for; None where it is a plain one."""
     staged = state_dict.get(_KEY) if len(state_dict) == 1 else None
     return staged if isinstance(staged, StagedState) else None
 
 
 def stands_for_staged(value: object) -> bool:
-    """Return whether a value is a state dict that stands for a staged one.
-
-    Args:
-        value: Anything.
-    """
+    """Return whether a value is a state dict that stands for a staged one."""
     return type(value) is dict and staged_in(value) is not None
 
 
@@ -176,19 +160,12 @@ def refused_state(error: Exception) -> dict[str, Any]:
     """Return a state dict that stands for one that this rank couldn't make.
 
     The writer stages the error in its place, and the save raises it on all ranks.
-
-    Args:
-        error: Why there is none.
     """
     return {_REFUSED: error}
 
 
 def raise_if_refused(state_dict: Mapping[str, Any]) -> None:
-    """Raise the error that a state dict stands for; return for a plain one.
-
-    Args:
-        state_dict: As given to `stage`.
-    """
+    """Raise the error that a state dict stands for; return for a plain one."""
     error = state_dict.get(_REFUSED) if len(state_dict) == 1 else None
     if isinstance(error, Exception):
         raise error
@@ -199,14 +176,9 @@ def copy_ahead(
 ) -> AheadCopy | None:
     """Copy a state into a slot, by the plan that all ranks have saved such a state with.
 
-    Args:
-        context: Of the save to come.
-        planned: What to copy, as `OwnPlans.recognised` found it in the state dict.
-        overlap: Which copies needn't be made at once; None for none of them.
-        is_sent: Whether another process saves the copy.
-
-    Returns:
-        None where there is no slot, or what is planned can't be copied ahead.
+    `planned`: what to copy, as `OwnPlans.recognised` found it in the state dict. `overlap`: which
+    copies needn't be made at once; None for none of them. Returns None where there is no slot, or
+    what is planned can't be copied ahead.
     """
     session = context.session
     if not _has_room(context, planned):
@@ -305,11 +277,7 @@ class AheadCopy:
     ) -> None:
         """Take a slot that has been filled, but for copies that are made later.
 
-        Args:
-            context: Of the save to come, as far as it was known.
-            planned: This rank's part of the plan.
-            filled: The slot.
-            later: Makes those copies that weren't made at once.
+        `context`: of the save to come, as far as it was known.
         """
         self._group: GroupKey = context.group
         self._plans: OwnPlans = own_plans_of(context.session)
@@ -338,8 +306,7 @@ class AheadCopy:
     def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
         """Refuse: the bytes lie as the old plan has them, and the state dict has gone on.
 
-        Raises:
-            DcpMemError: On all ranks.
+        Raises DcpMemError.
         """
         why = (
             f"{context.name} isn't saved: the state dict of some ranks has another structure than "
@@ -390,8 +357,7 @@ class AheadCopy:
     def finish(self) -> None:
         """Return once all of it has been copied.
 
-        Raises:
-            Exception: A copy has failed.
+        Raises Exception.
         """
         if self._later is not None:
             self._later.finish()
@@ -401,8 +367,7 @@ class AheadCopy:
 
         The slot is held here until this is dropped, or given back.
 
-        Raises:
-            DcpMemError: It was given back.
+        Raises DcpMemError.
         """
         try:
             path = self._slots.send(self._filled.slot)
@@ -425,28 +390,17 @@ class AheadCopy:
 
 @dataclass(frozen=True, slots=True)
 class SentCopy:
-    """A copy in a slot that another process holds: where it lies, and by which plan.
-
-    Attributes:
-        path: Of the slot.
-        plan_id: Of the plan.
-        frames: Names the bytes around the payloads.
-        tail: (offset, bytes) of each byte item.
-    """
+    """A copy in a slot that another process holds: where it lies, and by which plan."""
 
     path: str
     plan_id: str
-    frames: str
-    tail: tuple[tuple[int, int], ...]
+    frames: str  # names the bytes around the payloads
+    tail: tuple[tuple[int, int], ...]  # (offset, bytes) of each byte item
 
     def received(self, context: SaveContext) -> AheadCopy:
         """Return the copy as this process saves it.
 
-        Args:
-            context: Of the save.
-
-        Raises:
-            DcpMemError: The plan isn't known here, or the copy was given back.
+        Raises DcpMemError.
         """
         planned = own_plans_of(context.session).written_by(context, self.plan_id)
         if planned is None or planned.layout.frames != self.frames:

@@ -30,10 +30,6 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
     4. Slots for the next saves are made ready.
     5. Frozen tensors are held against their segment, now and then.
     6. The copies begin: last, for they take the cores that all this runs on.
-
-    Args:
-        context: Of the save.
-        completed: What is complete.
     """
     session, staged = context.session, completed.staged
     behind = partial(attempt_or_log, f"{context.name} is complete, but this has failed behind it")
@@ -66,10 +62,7 @@ def _tell(context: SaveContext, completed: Completed) -> None:
 def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_slots: bool) -> None:
     """Have slots ready for the next saves.
 
-    Args:
-        context: Of the save.
-        completed: What is complete.
-        takes_slots: Whether copies of this checkpoint are about to take new slots.
+    `takes_slots`: whether copies of this checkpoint are about to take new slots.
     """
     settings, session, staged = context.settings, context.session, completed.staged
     topology, manifest = completed.agreed.topology, completed.manifest

@@ -23,21 +23,12 @@ _RUNS = 1 << 32
 
 
 def packed_run(generation: int, run: str) -> int:
-    """Return generation and token of a run as one number.
-
-    Args:
-        generation: 0 or more.
-        run: Eight hexadecimal digits.
-    """
+    """Return generation and token of a run as one number."""
     return generation * _RUNS + int(run, 16)
 
 
 def unpacked_run(packed: int) -> tuple[int, str]:
-    """Return generation and token of a run.
-
-    Args:
-        packed: As `packed_run` returned it.
-    """
+    """Return generation and token of a run."""
     generation, run = divmod(packed, _RUNS)
     return generation, f"{run:08x}"
 
@@ -45,40 +36,25 @@ def unpacked_run(packed: int) -> tuple[int, str]:
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank's report before it stages: its needs, and its objections to the save.
-
-    Attributes:
-        name: The checkpoint's.
-        proposal: The coordinator's.
-        needed: Bytes of the slot for this rank's segment.
-        frozen: Bytes of another slot, for frozen tensors that are copied; 0 for none.
-        shared: Bytes of the slots that other nodes set aside for copies of these; 0 where they have
-            them.
-        slots: Free slots that this rank could claim, the largest first.
-        is_written: Whether this rank has claimed and filled its own slots already.
-        node: Of the rank's node; from the node's leader alone, like `exists`.
-        exists: Whether the checkpoint is there already, and must not be overwritten.
-        newest: The greatest number that the rank knows of; of the node's memory, from its leader.
-        plan_id: As in Planned, like `other_plan_ids`.
-        other_plan_ids: Plans that would fit here just as well.
-        why_not: As in Unplanned.
-        error: What went wrong; "" for nothing.
-    """
+    """One rank's report before it stages: its needs, and its objections to the save."""
 
     name: str
     proposal: Proposal | None = None
-    needed: int = 0
-    frozen: int = 0
+    needed: int = 0  # bytes of the slot for this rank's segment
+    frozen: int = 0  # bytes of another slot, for frozen tensors that are copied; 0 for none
+    # bytes of the slots that other nodes set aside for copies of these; 0 where they have them
     shared: int = 0
-    slots: tuple[FreeSlot, ...] = ()
-    is_written: bool = False
+    slots: tuple[FreeSlot, ...] = ()  # free slots that this rank could claim, the largest first
+    is_written: bool = False  # whether this rank has claimed and filled its own slots already
+    # of the rank's node; from the node's leader alone, like `exists`
     node: NodeMemory | None = None
-    exists: bool = False
+    exists: bool = False  # whether the checkpoint is there already, and must not be overwritten
+    # the greatest number that the rank knows of; of the node's memory, from its leader
     newest: SaveNumber = UNNUMBERED
     plan_id: str = ""
-    other_plan_ids: tuple[str, ...] = ()
+    other_plan_ids: tuple[str, ...] = ()  # plans that would fit here just as well
     why_not: str = ""
-    error: str = ""
+    error: str = ""  # what went wrong; "" for nothing
 
 
 @sendable
@@ -86,33 +62,21 @@ class Ballot(NamedTuple):
     """The reports of some ranks, joined; about as small as this however many ranks there are.
 
     A tuple, which is sent by position: each save sends one.
-
-    Attributes:
-        name: A digest of the checkpoint's name.
-        plan_id: "" where the ranks have no plan in common.
-        is_usual: Whether no rank sees anything against staging at once, but for plans.
-        newest: The greatest number that a rank knows of, packed.
-        proposal: The coordinator's.
-        other_plan_ids: Plans that fit on every rank as well.
-        why_not: (rank, why only DCP's planner can plan its state dict); of one rank at most.
-        is_replicating: Whether some rank still has copies of an older checkpoint under way.
     """
 
     name: bytes
-    plan_id: str
-    is_usual: bool
-    newest: int
+    plan_id: str  # "" where the ranks have no plan in common
+    is_usual: bool  # whether no rank sees anything against staging at once, but for plans
+    newest: int  # the greatest number that a rank knows of, packed
     proposal: Proposal | None
-    other_plan_ids: tuple[str, ...] = ()
+    other_plan_ids: tuple[str, ...] = ()  # plans that fit on every rank as well
+    # (rank, why only DCP's planner can plan its state dict); of one rank at most
     why_not: tuple[tuple[int, str], ...] = ()
+    # whether some rank still has copies of an older checkpoint under way
     is_replicating: bool = False
 
     def join(self, other: Ballot) -> Ballot:
-        """Return what two sets of ranks say together.
-
-        Args:
-            other: What the other ranks say.
-        """
+        """Return what two sets of ranks say together."""
         fitting = {self.plan_id, *self.other_plan_ids} & {other.plan_id, *other.other_plan_ids}
         plan_id = self.plan_id if self.plan_id == other.plan_id else ""
         return Ballot(
@@ -130,11 +94,7 @@ class Ballot(NamedTuple):
 def ballot_of(rank: int, report: RankReport, *, has_room: bool, is_replicating: bool) -> Ballot:
     """Return one rank's ballot.
 
-    Args:
-        rank: The rank.
-        report: What it needs, and what it sees against the save.
-        has_room: Whether it could stage at once.
-        is_replicating: Whether it still has copies of an older checkpoint under way.
+    `is_replicating`: whether it still has copies of an older checkpoint under way.
     """
     return Ballot(
         name=hashlib.sha256(report.name.encode()).digest()[:6],

@@ -30,17 +30,11 @@ _Texts = tuple[str, ...]
 
 @dataclass(slots=True)
 class DcpSave:
-    """The save that DCP is in the middle of.
-
-    Attributes:
-        context: This rank's part in it.
-        takeover: Where dcp_mem may plan it; None where DCP's planner does.
-        manifest: Of what DCP's planner has planned, once that is complete.
-    """
+    """The save that DCP is in the middle of."""
 
     context: SaveContext
-    takeover: DcpTakeover | None = None
-    manifest: Manifest | None = None
+    takeover: DcpTakeover | None = None  # where dcp_mem may plan it; None where DCP's planner does
+    manifest: Manifest | None = None  # of what DCP's planner has planned, once that is complete
 
     @property
     def own(self) -> DcpTakeover | None:
@@ -52,15 +46,11 @@ class DcpSave:
 class ThreadCalls(threading.local):
     """A thread's calls of one writer. DCP drives each save in one thread, from `reset` to `finish`.
 
-    Attributes:
-        name: Of the checkpoint to save.
-        refused: Why it can't have that name.
-        why_not: Why dcp_mem can't plan the next save; "" where that isn't known.
-        takeover: Of the save whose planning begins.
-        turn: Of the save that DCP drives.
-        save: That DCP is in the middle of.
-        last: The last complete checkpoint, and what its coordinator said of it.
-        overlap: Which copies of the next `stage` needn't be made at once.
+    `name`: of the checkpoint to save. `refused`: why it can't have that name. `why_not`: why
+    dcp_mem can't plan the next save; "" where that isn't known. `takeover`: of the save whose
+    planning begins. `turn`: of the save that DCP drives. `save`: that DCP is in the middle of.
+    `last`: the last complete checkpoint, and what its coordinator said of it. `overlap`: which
+    copies of the next `stage` needn't be made at once.
     """
 
     def __init__(self) -> None:
@@ -100,13 +90,7 @@ class ThreadCalls(threading.local):
 def called(opened: Attempted[Session], call: Callable[[], DcpCall]) -> DcpCall:
     """Return the ranks of a call. A rank that has an error of its own raises that.
 
-    Args:
-        opened: This rank's session, or why it has none.
-        call: Finds the ranks, and may find that one has left.
-
-    Raises:
-        Exception: This rank's own error.
-        RankFailed: Another rank has left.
+    Raises Exception, RankFailed.
     """
     try:
         return call()
@@ -121,15 +105,7 @@ def opened_together(ranks: Ranks, opened: Attempted[Session], settings: Settings
 
     Later errors travel with the exchanges of the save.
 
-    Args:
-        ranks: That save together.
-        opened: This rank's session, or why it has none.
-        settings: Of this rank's writer.
-
-    Raises:
-        Exception: This rank has none.
-        RankFailed: Another rank has none.
-        ConfigError: The ranks' settings differ; on all ranks.
+    Raises Exception, RankFailed, ConfigError.
     """
     if not ranks.is_connected:
         session = on_all_ranks(ranks, "opening the job's memory", lambda: opened.value)
@@ -162,11 +138,6 @@ def _lower(one: dict[_Texts, int], other: dict[_Texts, int]) -> dict[_Texts, int
 
 
 def leave(context: SaveContext, error: BaseException) -> None:
-    """Part from the other ranks, unless they know: they must not wait for this one anywhere.
-
-    Args:
-        context: Of the save.
-        error: Why this rank doesn't go on with it.
-    """
+    """Part from the other ranks, unless they know: they must not wait for this one anywhere."""
     if not is_shared(error):
         context.ranks.leave(described(error))

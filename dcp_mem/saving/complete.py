@@ -40,17 +40,11 @@ class _Receipts(NamedTuple):
     """The receipts of some ranks, joined; small if nothing has changed since the last save.
 
     A tuple, which is sent by position: each save sends one.
-
-    Attributes:
-        last: Id of the last save by this plan, as far as each rank knows.
-        is_new: Whether some segment isn't made as it was then.
-        tails: (rank, tail) of the ranks whose tails lie elsewhere.
-        failures: Of the ranks that couldn't stage.
     """
 
-    last: str
-    is_new: bool
-    tails: tuple[tuple[int, Tail], ...]
+    last: str  # id of the last save by this plan, as far as each rank knows
+    is_new: bool  # whether some segment isn't made as it was then
+    tails: tuple[tuple[int, Tail], ...]  # (rank, tail) of the ranks whose tails lie elsewhere
     failures: Failures
 
     def join(self, other: _Receipts) -> _Receipts:
@@ -79,15 +73,7 @@ def complete(
     4. Retain: each node's leader evicts what the policy doesn't keep.
     5. Remember what the next save may go by.
 
-    Args:
-        context: Of the save.
-        agreed: What all ranks agreed on.
-        planned: This rank's part of the plan.
-        staged: This rank's segment, or why it has none.
-        provider: Of the items; makes the catalog where that has changed.
-
-    Raises:
-        RankFailed: Another rank failed; on all ranks, but on those with errors of their own.
+    `provider`: of the items; makes the catalog where that has changed. Raises RankFailed.
     """
     session, topology = context.session, agreed.topology
     key = context.plan_key(planned.plan_id)
@@ -193,8 +179,7 @@ def _described(
 ) -> tuple[SavedPlan, Any]:
     """Have the coordinator make the catalog of all ranks' items.
 
-    Returns:
-        What is saved, and on each node's leader the catalog's bytes.
+    Returns what is saved, and on each node's leader the catalog's bytes.
     """
     ranks = context.ranks
     second = None if staged.frozen is None else staged.frozen.segment
@@ -257,11 +242,7 @@ def _publish_on_all_nodes(
     No node gives up an older checkpoint before all have this one. Where DCP doesn't keep the ranks
     together, no rank goes on before that either.
 
-    Args:
-        context: Of the save.
-        agreed: What all ranks agreed on.
-        manifest: Of the checkpoint.
-        catalog: Its bytes; None where this node has it already.
+    `catalog`: its bytes; None where this node has it already.
     """
     session, ranks = context.session, context.ranks
 
@@ -285,10 +266,6 @@ def concerns_flusher(context: SaveContext, manifest: Manifest) -> bool:
     """Return whether the flusher has something to do for a checkpoint.
 
     The first one of a run gets the run a generation on storage, wherever the checkpoint is to stay.
-
-    Args:
-        context: Of the save.
-        manifest: Of the checkpoint.
     """
     settings = context.settings
     is_first = manifest.count == 1 and not settings.persist.is_never

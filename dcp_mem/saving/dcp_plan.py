@@ -39,13 +39,7 @@ class DcpPlanItems:
     """The items of a plan that DCP has made: an ItemProvider for one save."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, tracker: DcpPlanTracker) -> None:
-        """Take what DCP hands to `write_data`.
-
-        Args:
-            plan: This rank's.
-            planner: Resolves the items of the plan.
-            tracker: Has seen the global plan, on the coordinator.
-        """
+        """Take what DCP hands to `write_data`."""
         self._plan, self._planner, self._tracker = plan, planner, tracker
 
     def plan(self, context: SaveContext) -> Planned:
@@ -113,10 +107,7 @@ class DcpPlanTracker:
     def see(self, plans: Sequence[SavePlan], metadata: Metadata | None) -> None:
         """Take note of the global plan of the save that begins.
 
-        Args:
-            plans: Of all ranks. One that isn't usable stands for "as before" (torch's plan
-                caching).
-            metadata: That goes with them, if it was found.
+        `plans`: of all ranks. One that isn't usable stands for "as before" (torch's plan caching).
         """
         self._plans, self._given = plans, metadata
         structure = [_structure(plan) for plan in plans] if all(map(_is_usable, plans)) else None
@@ -126,10 +117,7 @@ class DcpPlanTracker:
     def has_changed(self, planner: SavePlanner, saved: SavedPlan | None) -> bool:
         """Return whether the metadata must be described again; False but on the coordinator.
 
-        Args:
-            planner: Of the save.
-            saved: What was saved last by DCP's plans, perhaps through another writer of the same
-                job.
+        `saved`: what was saved last by DCP's plans, perhaps through another writer of the same job.
         """
         if not self._plans:
             return False
@@ -140,11 +128,7 @@ class DcpPlanTracker:
         return self._has_changed or is_cached_anew or _describes_by_itself(planner)
 
     def metadata(self, planner: SavePlanner) -> Metadata:
-        """Return the metadata of the global plan, without storage data.
-
-        Args:
-            planner: DCP's planner of this rank, which remembers plans between saves.
-        """
+        """Return the metadata of the global plan, without storage data."""
         known = self._known(planner)
         if known is not None:
             return known
@@ -158,12 +142,7 @@ class DcpPlanTracker:
         return metadata
 
     def settle(self, planner: SavePlanner, saved: SavedPlan) -> None:
-        """Remember that a checkpoint is complete with this structure.
-
-        Args:
-            planner: Of the save.
-            saved: What the checkpoint is made of.
-        """
+        """Remember that a checkpoint is complete with this structure."""
         if self._plans:
             self._kept, self._saved = self._known(planner), saved
             self._has_changed = _describes_by_itself(planner)
@@ -175,11 +154,7 @@ class DcpPlanTracker:
             self._kept = None  # plan caching alone asks for it again
 
     def is_published(self, metadata: Metadata) -> bool:
-        """Return whether this is the very metadata that the checkpoint was published with.
-
-        Args:
-            metadata: What DCP hands to `finish`.
-        """
+        """Return whether this is the very metadata that the checkpoint was published with."""
         return metadata is self._kept
 
     def _known(self, planner: SavePlanner) -> Metadata | None:
@@ -232,11 +207,7 @@ def _structure(plan: SavePlan) -> object:
 
 
 class CatalogOfDcpPlan(IndexedParts):
-    """A catalog of DCP's metadata, and of what each rank says where its items lie.
-
-    Args:
-        metadata: Returns DCP's metadata; called on the coordinator only.
-    """
+    """A catalog of DCP's metadata, and of what each rank says where its items lie."""
 
     def __init__(self, metadata: Callable[[], Metadata]) -> None:
         self._metadata = metadata
@@ -252,14 +223,7 @@ def republish(
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
 ) -> None:
-    """Give a complete checkpoint the metadata that its planner handed over only now.
-
-    Args:
-        context: Of the save.
-        manifest: Of the checkpoint.
-        metadata: The planner's.
-        results: Of all ranks, as DCP hands them to `finish`.
-    """
+    """Give a complete checkpoint the metadata that its planner handed over only now."""
     session, memory = context.session, context.session.memory
     layouts = session.catalogs.get(manifest.catalog)
     indexes: dict[str, list[MetadataIndex]] = {one.file: [] for one in manifest.segments}
@@ -286,13 +250,7 @@ def republish(
 def fill_in(
     metadata: Metadata, results: Sequence[Sequence[WriteResult]], manifest: Manifest
 ) -> None:
-    """Add to DCP's metadata where each item lies.
-
-    Args:
-        metadata: DCP's.
-        results: Of all ranks, as DCP hands them to `finish`.
-        manifest: Of the checkpoint.
-    """
+    """Add to DCP's metadata where each item lies."""
     storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
     finished = with_storage(metadata, storage_data, manifest.save_id, manifest.name)
     metadata.storage_data, metadata.storage_meta = finished.storage_data, finished.storage_meta

@@ -40,19 +40,14 @@ from dcp_mem.saving.values import NoCommonPlan, SaveContext
 class DcpTakeover:
     """One `dcp.save` whose planning dcp_mem takes over, if all ranks can.
 
-    Attributes:
-        staged: What is saved, where `dcp.async_save` has staged it.
-        items: What is saved; set once all ranks have agreed, like `settled`.
-        settled: What they agreed on; None where the save is skipped.
-        is_planned: Whether dcp_mem plans the save, on all ranks. Otherwise DCP's planner does.
+    `staged`: what is saved, where `dcp.async_save` has staged it. `items`: what is saved; set once
+    all ranks have agreed, like `settled`. `settled`: what they agreed on; None where the save is
+    skipped. `is_planned`: whether dcp_mem plans the save, on all ranks. Otherwise DCP's planner
+    does.
     """
 
     def __init__(self, call: PlanningCall) -> None:
-        """Put a stand-in in place of DCP's planner, where dcp_mem can plan as that would.
-
-        Args:
-            call: The planning step of DCP.
-        """
+        """Put a stand-in in place of DCP's planner, where dcp_mem can plan as that would."""
         self._exchanges = call.exchanges
         self._exchanges.only_errors()
         self.staged = staged_in(call.state_dict)
@@ -87,29 +82,17 @@ class DcpTakeover:
         call.replace_state_dict(state)
 
     def has_taken(self, call: PlanningCall) -> bool:
-        """Return whether this save's staged state was taken up before: DCP has asked twice.
-
-        Args:
-            call: The planning step of DCP.
-        """
+        """Return whether this save's staged state was taken up before: DCP has asked twice."""
         return self._put_in_place is not None and call.state_dict is self._put_in_place
 
     def enter(self, ranks: Ranks) -> None:
-        """Take note of the ranks that save together, which DCP's planner must not leave waiting.
-
-        Args:
-            ranks: The ranks.
-        """
+        """Take note of the ranks that save together, which DCP's planner must not leave waiting."""
         self._stand_in.ranks = ranks
 
     def settle(self, context: SaveContext) -> None:
         """Plan, and agree on the save, with all ranks; leave it to DCP's planner if one can't.
 
-        Args:
-            context: This rank's part in the save.
-
-        Raises:
-            Exception: What `settle` of the pipeline raises.
+        Raises Exception.
         """
         self.items = self._provider(context)
         self._state = Attempted(({},))
@@ -163,11 +146,7 @@ class DcpTakeover:
 
 
 def why_not_own_plan(planner: SavePlanner | None) -> str:
-    """Return why a save needs DCP's planner; "" where dcp_mem plans as that planner would.
-
-    Args:
-        planner: As given to `dcp.save`.
-    """
+    """Return why a save needs DCP's planner; "" where dcp_mem plans as that planner would."""
     if planner is None:
         return ""
     if type(planner) is not DefaultSavePlanner:
@@ -178,22 +157,12 @@ def why_not_own_plan(planner: SavePlanner | None) -> str:
 
 
 def saves_to_lowest_rank(planner: SavePlanner | None) -> bool:
-    """Return whether a chunk that several ranks hold is to be written by the first of them.
-
-    Args:
-        planner: As given to `dcp.save`.
-    """
+    """Return whether a chunk that several ranks hold is to be written by the first of them."""
     return bool(getattr(planner, "dedup_save_to_lowest_rank", False))
 
 
 def note_torch_plans(session: Session, name: str, why: str) -> None:
-    """Log why torch's planner plans a save; the same reason once.
-
-    Args:
-        session: This process's session of the job.
-        name: Of the checkpoint.
-        why: The reason.
-    """
+    """Log why torch's planner plans a save; the same reason once."""
     if session.last_saves.is_first_warning(f"torch plans: {why}"):
         log.info("%s, and what follows it, is planned by torch, which takes longer: %s", name, why)
 
@@ -206,12 +175,8 @@ class _StandIn(SavePlanner):
     the planner is set up behind the first of these, and the ranks are left where `finish_plan`
     raises.
 
-    Attributes:
-        planner: DCP's.
-        ranks: That save together; None as long as they aren't known.
-        metadata: Of the save, for DCP to return.
-        is_planned: Whether dcp_mem has planned.
-        refusal: Why there is nothing to plan; raised where DCP hands it to all ranks.
+    `ranks`: that save together; None as long as they aren't known. `metadata`: of the save, for DCP
+    to return. `refusal`: why there is nothing to plan; raised where DCP hands it to all ranks.
     """
 
     def __init__(self, planner: SavePlanner) -> None:
@@ -302,9 +267,5 @@ def _set_up(planner: SavePlanner, arguments: Mapping[str, Any]) -> None:
 
 
 def planner_of(planner: SavePlanner) -> SavePlanner:
-    """Return DCP's planner, where a stand-in has taken its place.
-
-    Args:
-        planner: As DCP hands it to `write_data`.
-    """
+    """Return DCP's planner, where a stand-in has taken its place."""
     return planner.planner if isinstance(planner, _StandIn) else planner

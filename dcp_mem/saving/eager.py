@@ -41,8 +41,7 @@ class EagerItems:
 
     Leave its context once the save has ended: it gives back what wasn't sealed.
 
-    Args:
-        items: Plans the save, and stages it where nothing is copied eagerly.
+    `items`: plans the save, and stages it where nothing is copied eagerly.
     """
 
     def __init__(self, items: OwnPlanItems) -> None:
@@ -136,8 +135,7 @@ def _begun(context: SaveContext, planned: Planned) -> AheadCopy | None:
 class _EagerCopies:
     """Makes all copies of a plan in the background: a `Later`.
 
-    Args:
-        planned: What is saved; kept, with its tensors, until it has been copied.
+    `planned`: what is saved; kept, with its tensors, until it has been copied.
     """
 
     def __init__(self, planned: Planned) -> None:

@@ -43,38 +43,22 @@ WHY_NOT_WITH_PARITY = "parity is made of all bytes of a checkpoint, and anew eac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenItems:
-    """A rank's frozen items of one save.
-
-    Attributes:
-        rows: The plan's items.
-        keys: Of each.
-        tensors: Of each.
-        layout: Of their segment.
-        sources: The same tensors, where all of the plan's can be copied as bytes; None otherwise.
-        known: The segment that has their bytes, as far as `plan` can tell; None: they are copied.
-        is_lasting: Whether the tensors are the caller's own.
-    """
+    """A rank's frozen items of one save."""
 
     rows: Sequence[Any]
     keys: Sequence[ItemKey]
     tensors: Sequence[torch.Tensor]
     layout: PlanLayout
+    # the same tensors, where all of the plan's can be copied as bytes; None otherwise
     sources: Sources | None
+    # the segment that has their bytes, as far as `plan` can tell; None: they are copied
     known: FrozenSegment | None = None
-    is_lasting: bool = True
+    is_lasting: bool = True  # whether the tensors are the caller's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A plan's tensors, divided into frozen ones and others, each with a segment of their own.
-
-    Attributes:
-        whole: Layout of all tensors.
-        is_frozen: Of each tensor.
-        keys: Of the frozen ones.
-        frozen: Layout of their segment.
-        others: Layout of the other tensors' segment.
-    """
+    """A plan's tensors, divided into frozen ones and others, each with a segment of their own."""
 
     whole: PlanLayout
     is_frozen: Sequence[bool]
@@ -93,13 +77,7 @@ def split(
 ) -> Split | None:
     """Return which of a plan's tensors are frozen; None where too few are.
 
-    Args:
-        session: What this process keeps of the job.
-        rule: Tells which are declared frozen.
-        keys: Of the plan's tensors.
-        tensors: Of the plan, as they are now.
-        whole: Layout of all of them.
-        last: What this plan had at its last save; returned where nothing has changed.
+    `last`: what this plan had at its last save; returned where nothing has changed.
     """
     is_frozen = [
         spec is not None
@@ -139,13 +117,7 @@ def _layout_of(session: Session, specs: Iterable[tuple[torch.dtype, torch.Size]]
 
 
 def with_known_segment(session: Session, group: object, items: FrozenItems) -> FrozenItems:
-    """Return the frozen items with the segment that has their bytes, if there is one.
-
-    Args:
-        session: What this process keeps of the job.
-        group: Key of the ranks that save together.
-        items: The frozen items.
-    """
+    """Return the frozen items with the segment that has their bytes, if there is one."""
     known = session.frozen.of(group)
     if known is None or known.layout is not items.layout or not matches(known.keys, items.keys):
         return items
@@ -160,25 +132,14 @@ def with_known_segment(session: Session, group: object, items: FrozenItems) -> F
 
 
 def warn_without_effect(session: Session, why: str) -> None:
-    """Log, once, why frozen tensors have no segment of their own.
-
-    Args:
-        session: What this process keeps of the job.
-        why: The reason.
-    """
+    """Log, once, why frozen tensors have no segment of their own."""
     text = f"frozen= has no effect: {why}"
     if session.last_saves.is_first_warning(text):
         log.warning("%s", text)
 
 
 def note_change(session: Session, keys: Sequence[ItemKey], what: str) -> None:
-    """Log that frozen items have changed; those that change again count as training.
-
-    Args:
-        session: What this process keeps of the job.
-        keys: Of the items; none where that isn't known.
-        what: What has happened to them.
-    """
+    """Log that frozen items have changed; those that change again count as training."""
     if not keys:
         return
     training = session.frozen.note_change(keys)
@@ -192,11 +153,7 @@ def note_change(session: Session, keys: Sequence[ItemKey], what: str) -> None:
 
 
 def named(keys: Iterable[str]) -> str:
-    """Return a few of these names, for people.
-
-    Args:
-        keys: Any number of names.
-    """
+    """Return a few of these names, for people."""
     found = list(keys)
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return ", ".join(found[:_MOST_NAMED]) + more
@@ -204,27 +161,16 @@ def named(keys: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilledFrozen:
-    """A slot that has the bytes of the frozen items.
-
-    Attributes:
-        items: The items.
-        segment: What is known of the slot's bytes, for the next saves.
-        hold: On the slot where it is a segment already, of earlier checkpoints; None otherwise.
-    """
+    """A slot that has the bytes of the frozen items."""
 
     items: FrozenItems
-    segment: FrozenSegment
+    segment: FrozenSegment  # what is known of the slot's bytes, for the next saves
+    # on the slot where it is a segment already, of earlier checkpoints; None otherwise
     hold: SlotHold | None = None
 
 
 def reused(session: Session, group: object, items: FrozenItems) -> FilledFrozen | None:
-    """Return the known segment of frozen items, held until it is sealed; None where there is none.
-
-    Args:
-        session: What this process keeps of the job.
-        group: Key of the ranks that save together.
-        items: The frozen items.
-    """
+    """Return the known segment of frozen items, held until it is sealed; None for none."""
     known = items.known
     hold = None if known is None else session.slots.hold(known.slot, known.claims)
     if known is None or hold is None:
@@ -261,13 +207,7 @@ def _adopt(known: FrozenSegment, items: FrozenItems) -> bool:
 
 
 def made(items: FrozenItems, slot: Slot, identities: Sequence[Identity]) -> FilledFrozen:
-    """Return what is known of a slot that the frozen items have been copied into.
-
-    Args:
-        items: The frozen items.
-        slot: The caller's own.
-        identities: Of their tensors, from before the copy.
-    """
+    """Return what is known of a slot that the frozen items have been copied into."""
     segment = FrozenSegment(
         keys=items.keys,
         layout=items.layout,
@@ -279,23 +219,13 @@ def made(items: FrozenItems, slot: Slot, identities: Sequence[Identity]) -> Fill
 
 
 def identities_of(items: FrozenItems) -> list[Identity]:
-    """Return the identities of the frozen tensors as they are now.
-
-    Args:
-        items: The frozen items.
-    """
+    """Return the identities of the frozen tensors as they are now."""
     return list(map(identity_of, items.tensors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedFrozen:
-    """This rank's sealed segment of frozen items.
-
-    Attributes:
-        segment: The segment.
-        path: Where it lies.
-        filled: Its items and slot.
-    """
+    """This rank's sealed segment of frozen items."""
 
     segment: Segment
     path: str
@@ -307,15 +237,7 @@ def seal_frozen(
 ) -> StagedFrozen:
     """Make a segment of this save of the slot with the frozen items; a shared one gets a link.
 
-    Args:
-        session: What this process keeps of the job.
-        rank: That saves.
-        save_id: Of the save.
-        name: Of the checkpoint.
-        filled: The slot.
-
-    Raises:
-        DcpMemError: The bytes of the shared segment are gone.
+    Raises DcpMemError.
     """
     number, known = rank + names.FROZEN, filled.segment
     file = names.segment_file(number, save_id)
@@ -339,12 +261,7 @@ def seal_frozen(
 
 
 def give_back(session: Session, filled: FilledFrozen) -> None:
-    """Give back a slot with frozen items that hasn't been sealed.
-
-    Args:
-        session: What this process keeps of the job.
-        filled: The slot.
-    """
+    """Give back a slot with frozen items that hasn't been sealed."""
     if filled.hold is not None:
         filled.hold.end()
     else:
@@ -352,12 +269,7 @@ def give_back(session: Session, filled: FilledFrozen) -> None:
 
 
 def take_back(session: Session, staged: StagedFrozen) -> None:
-    """Give back the sealed segment of a save that has failed.
-
-    Args:
-        session: What this process keeps of the job.
-        staged: The segment.
-    """
+    """Give back the sealed segment of a save that has failed."""
     slot = staged.filled.segment.slot
     if staged.filled.hold is not None:
         session.slots.unlink(slot, staged.path)
@@ -367,12 +279,7 @@ def take_back(session: Session, staged: StagedFrozen) -> None:
 
 
 def share_staged(session: Session, staged: StagedFrozen) -> None:
-    """Let readers and the agent in to a sealed segment.
-
-    Args:
-        session: What this process keeps of the job.
-        staged: The segment.
-    """
+    """Let readers and the agent in to a sealed segment."""
     if staged.filled.hold is not None:
         staged.filled.hold.end()
     else:
@@ -384,11 +291,7 @@ def remember(
 ) -> None:
     """Have the next save share what this complete one has.
 
-    Args:
-        session: What this process keeps of the job.
-        group: Key of the ranks that save together.
-        staged: This save's segment of frozen items; None where it has none.
-        save: Its name and save id.
+    `staged`: this save's segment of frozen items; None where it has none.
     """
     if staged is None:
         session.frozen.keep(group, None)
@@ -404,10 +307,7 @@ def compare_if_due(session: Session, staged: StagedFrozen | None, *, is_persiste
 
     Where they differ, the checkpoints that may hold stale bytes are rejected.
 
-    Args:
-        session: What this process keeps of the job.
-        staged: This save's segment of frozen items; None where it has none.
-        is_persisted: Whether the checkpoint goes to storage.
+    `staged`: this save's segment of frozen items; None where it has none.
     """
     if staged is None or session.frozen.comparison.is_busy:
         return

@@ -23,15 +23,7 @@ def frozen_apart(
 ) -> tuple[Planned, Split | None]:
     """Return the same part of a plan with the frozen tensors apart, where there are enough of them.
 
-    Args:
-        context: Of the save; something is declared frozen.
-        planned: This rank's part of the plan, in one segment.
-        keys: Of its tensors.
-        tensors: That its items stand for, as they are now.
-        last: What the last save of the same plan returned.
-
-    Returns:
-        The part of the plan, and how its tensors were divided; None where they weren't.
+    Returns the part of the plan, and how its tensors were divided; None where they weren't.
     """
     assert context.frozen is not None
     session, whole = context.session, planned.layout

@@ -80,11 +80,7 @@ class Overlap:
 def overlap_of(value: Overlap | Optimizer | Iterable[Optimizer]) -> Overlap:
     """Return what a caller means by `overlap=`.
 
-    Args:
-        value: An optimizer, several of them, or an `Overlap`.
-
-    Raises:
-        ConfigError: It is anything else.
+    Raises ConfigError.
     """
     if isinstance(value, Overlap):
         return value
@@ -94,11 +90,7 @@ def overlap_of(value: Overlap | Optimizer | Iterable[Optimizer]) -> Overlap:
 
 
 def wait_for_copies(optimizer: Optimizer | None = None) -> None:
-    """Wait for the copies of what an optimizer is about to change; for all copies without one.
-
-    Args:
-        optimizer: About to make a step.
-    """
+    """Wait for the copies of what an optimizer is about to change; for all copies without one."""
     with _guard:
         pending = list(_pending)
     for copies in pending:
@@ -112,10 +104,8 @@ class OverlappedCopies:
     def __init__(self, overlap: Overlap, planned: Planned, warn: Callable[[str], None]) -> None:
         """Prepare to take over copies.
 
-        Args:
-            overlap: Whose steps wait.
-            planned: What is saved; kept only where what is copied is to be validated.
-            warn: Called with the reason where everything has to be copied at once.
+        `planned`: what is saved; kept only where what is copied is to be validated. `warn`: called
+        with the reason where everything has to be copied at once.
         """
         self.optimizers = overlap.optimizers
         self._validates, self._warn = overlap.validate, warn
@@ -193,8 +183,7 @@ class OverlappedCopies:
     def finish(self) -> None:
         """Return once all copies have been made.
 
-        Raises:
-            DcpMemError: What was to be copied has changed meanwhile.
+        Raises DcpMemError.
         """
         self._end()
         if self._error is not None:
@@ -381,12 +370,7 @@ class _Tensors:
     def find(self, address: Columns, nbytes: Columns) -> Columns:
         """Return a number for each piece of memory: of a tensor that begins there and has it all.
 
-        Args:
-            address: Of each piece.
-            nbytes: Length of each piece.
-
-        Returns:
-            -1 where no tensor does, and for empty pieces.
+        Returns -1 where no tensor does, and for empty pieces.
         """
         place = np.searchsorted(self._addresses, address, side="right") - 1
         if not len(self._tensors):

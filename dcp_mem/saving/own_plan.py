@@ -36,40 +36,25 @@ _Written = tuple[WrittenItems, ...]
 
 @dataclass(eq=False, kw_only=True)
 class OwnPlan:
-    """One rank's part of a plan that all ranks made together.
+    """One rank's part of a plan that all ranks made together."""
 
-    Attributes:
-        plan_id: The same on all ranks.
-        group: Which ranks.
-        structure: Of the state dict; recognises others like it.
-        tensors: Rows of the local plan that this rank writes, in order; like `objects`.
-        objects: Rows that are byte items.
-        is_written: Of each tensor of the local plan, whether it is among `tensors`.
-        specs: Dtypes and shapes of `tensors`, and of whatever is recognised.
-        is_strided: Whether all tensors are.
-        is_complex: Whether any tensor is.
-        whole: The plan of all ranks, on the coordinator.
-        to_lowest_rank: Whether the first rank that holds a chunk writes it.
-        split: Which of `tensors` were frozen at the last save; None where none were.
-        told: The request that another process has answered with this plan; None for plans of this
-            process's saves.
-        tail_nbytes: What the last copy's byte items took, where another process saved it.
-    """
-
-    plan_id: str
+    plan_id: str  # the same on all ranks
     group: GroupKey
-    structure: Structure
-    tensors: Sequence[int]
+    structure: Structure  # of the state dict; recognises others like it
+    tensors: Sequence[int]  # rows of the local plan that this rank writes, in order; like `objects`
     objects: Sequence[int]
-    is_written: Sequence[bool]
-    specs: Specs
+    is_written: Sequence[bool]  # of each tensor of the local plan, whether it is among `tensors`
+    specs: Specs  # dtypes and shapes of `tensors`, and of whatever is recognised
     is_strided: bool
     is_complex: bool
-    whole: WholePlan | None
-    to_lowest_rank: bool
+    whole: WholePlan | None  # the plan of all ranks, on the coordinator
+    to_lowest_rank: bool  # whether the first rank that holds a chunk writes it
+    # which of `tensors` were frozen at the last save; None where none were
     split: Split | None = None
+    # the request that another process has answered with this plan; None for plans of this process's
+    # saves
     told: PlanRequest | None = None
-    tail_nbytes: int = 0
+    tail_nbytes: int = 0  # what the last copy's byte items took, where another process saved it
 
     @cached_property
     def keys(self) -> Sequence[ItemKey]:
@@ -104,13 +89,7 @@ def plan_of(
 ) -> OwnPlan:
     """Return this rank's part of a plan that the ranks have made.
 
-    Args:
-        plan_id: As in `OwnPlan`, like the others.
-        group: Which ranks.
-        structure: Of this rank's state dict.
-        mask: Which rows of its local plan this rank writes, a bit each.
-        whole: The plan of all ranks, on the coordinator.
-        to_lowest_rank: As the ranks have planned.
+    `mask`: which rows of its local plan this rank writes, a bit each.
     """
     local = structure.plan
     written = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(local)).astype(bool)
@@ -144,11 +123,7 @@ def planned_by(
 ) -> Planned | None:
     """Return this rank's part of a save; None if the state dict doesn't fit the plan.
 
-    Args:
-        context: Of the save.
-        plan: The plan.
-        structure: Its structure; another thread may just have given it one that is the same.
-        state: The state dict.
+    `structure`: its structure; another thread may just have given it one that is the same.
     """
     layout = context.session.layouts.of(plan.specs)
     sources = None
@@ -175,12 +150,7 @@ def planned_by(
 
 
 def planned_elsewhere(context: SaveContext, plan: OwnPlan) -> Planned:
-    """Return this rank's part of a save that another process has written by a plan.
-
-    Args:
-        context: Of the save.
-        plan: The plan.
-    """
+    """Return this rank's part of a save that another process has written by a plan."""
     layout = context.session.layouts.of(plan.specs)
     return Planned(
         items=RowItems(plan, plan.structure, ()),
@@ -213,19 +183,14 @@ def rows_of(planned: Planned) -> RowItems:
 
 
 def catalog_source_of(planned: Planned) -> CatalogOfOwnPlan:
-    """Return what makes a catalog of a plan of dcp_mem's own.
-
-    Args:
-        planned: This rank's part of the plan.
-    """
+    """Return what makes a catalog of a plan of dcp_mem's own."""
     return CatalogOfOwnPlan(rows_of(planned).whole)
 
 
 class CatalogOfOwnPlan:
     """A catalog of the global plan, and of what each rank says where its rows lie.
 
-    Args:
-        whole: The global plan on rank 0; None on the other ranks.
+    `whole`: the global plan on rank 0; None on the other ranks.
     """
 
     def __init__(self, whole: WholePlan | None) -> None:
@@ -255,9 +220,7 @@ class CatalogOfOwnPlan:
 class RowItems:
     """Items that are rows of the local plan, and stand for parts of the state dict's leaves.
 
-    Attributes:
-        structure: Of the state dict.
-        whole: The plan of all ranks, on the coordinator.
+    `whole`: the plan of all ranks, on the coordinator.
     """
 
     def __init__(self, plan: OwnPlan, structure: Structure, parts: Sequence[Any]) -> None:

@@ -68,12 +68,9 @@ class OwnPlanItems:
     ) -> None:
         """Take what is to be saved.
 
-        Args:
-            plans: This rank's plans; a new one is added where none fits.
-            state: The state dict, or why there is none.
-            why_not: Why only DCP's planner can plan this; "" where dcp_mem may.
-            to_lowest_rank: Whether the first rank that holds a chunk writes it; otherwise the bytes
-                are balanced.
+        `plans`: this rank's plans; a new one is added where none fits. `why_not`: why only DCP's
+        planner can plan this; "" where dcp_mem may. `to_lowest_rank`: whether the first rank that
+        holds a chunk writes it; otherwise the bytes are balanced.
         """
         self._plans, self._state = plans, state
         self._why_not, self._to_lowest_rank = why_not, to_lowest_rank
@@ -97,11 +94,7 @@ class OwnPlanItems:
     def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
         """Turn to a plan that fits on every rank, or else make one with all ranks.
 
-        Returns:
-            False where only DCP's planner can plan this.
-
-        Raises:
-            NoCommonPlan: The state dict differs each time it is looked at.
+        Returns False where only DCP's planner can plan this. Raises NoCommonPlan.
         """
         if why_not:
             return False
@@ -153,11 +146,7 @@ class OwnPlans:
     ) -> Planned | Unplanned:
         """Return this rank's part of saving a state dict, by a plan that fits it, if there is one.
 
-        Args:
-            context: Of the save.
-            state: The state dict.
-            wanted: Id of the plan to take if it fits; the last one otherwise.
-            to_lowest_rank: As `plan_together` was told.
+        `wanted`: id of the plan to take if it fits; the last one otherwise.
         """
         planned = self.recognised(context, state, wanted, to_lowest_rank=to_lowest_rank)
         if planned is not None:
@@ -184,14 +173,9 @@ class OwnPlans:
         2. Rank 0 merges them: that settles which rank writes what.
         3. Scatter which rows each rank writes, or why the plans don't fit together.
 
-        Args:
-            context: This rank's part in the save; its `ranks` make the plan.
-            structure: Of this rank's state dict, as `plan` has found it.
-            to_lowest_rank: Whether the first rank that holds a chunk writes it; rank 0's word
-                counts.
-
-        Raises:
-            RankFailed: The local plans don't fit together; on all ranks.
+        `context`: this rank's part in the save; its `ranks` make the plan. `to_lowest_rank`:
+        whether the first rank that holds a chunk writes it; rank 0's word counts. Raises
+        RankFailed.
         """
         started = time.monotonic()
         structure = self._known(context, structure, to_lowest_rank)
@@ -232,14 +216,8 @@ class OwnPlans:
     ) -> Planned | None:
         """Return this rank's part of saving a state dict by a plan that fits it.
 
-        Args:
-            context: Of the save.
-            state: The state dict.
-            wanted: Id of the plan to take if it fits; the last one otherwise.
-            to_lowest_rank: As `plan_together` was told.
-
-        Returns:
-            None where no plan fits.
+        `wanted`: id of the plan to take if it fits; the last one otherwise. Returns None where no
+        plan fits.
         """
         plans = self._like(context.group, to_lowest_rank)[::-1]
         for plan in sorted(plans, key=lambda plan: plan.plan_id != wanted):
@@ -249,11 +227,7 @@ class OwnPlans:
         return None
 
     def forget(self, plan_id: str) -> None:
-        """Forget a plan, so that the next save plans anew.
-
-        Args:
-            plan_id: Of the plan.
-        """
+        """Forget a plan, so that the next save plans anew."""
         with self._guard:
             self._plans.pop(plan_id, None)
             self._withdraw(plan_id)
@@ -261,12 +235,7 @@ class OwnPlans:
     def refuse_to_plan(self, context: SaveContext, why: str) -> None:
         """Have `plan_together` fail on the other ranks, which call it now.
 
-        Args:
-            context: This rank's part in the save.
-            why: For the other ranks.
-
-        Raises:
-            RankFailed: The plan has failed.
+        Raises RankFailed.
         """
         refusal = _Refusal(context.ranks.rank, why)
         self._merge_on_rank_0(context, refusal, to_lowest_rank=False)
@@ -274,23 +243,14 @@ class OwnPlans:
     # -- plans that another process makes ----------------------------------------------------------
 
     def request(self, context: SaveContext) -> PlanRequest:
-        """Return a request for the plan of a save that another process makes.
-
-        Args:
-            context: Of the save, as far as this process knows it.
-        """
+        """Return a request for the plan of a save that another process makes."""
         request = PlanRequest()
         with self._guard:
             self._requests.append((context.group, request))
         return request
 
     def learn(self, context: SaveContext, state: Mapping[str, Any]) -> bool:
-        """Keep a plan that another process has made of a state like this one, if it has come.
-
-        Args:
-            context: As given to `request`.
-            state: The state dict.
-        """
+        """Keep a plan that another process has made of a state like this one, if it has come."""
         with self._guard:
             asked = [request for group, request in self._requests if group == context.group]
         told = [(request, one) for request in asked if (one := request.answered) is not None]
@@ -315,13 +275,7 @@ class OwnPlans:
         return False
 
     def tell(self, plan_id: str, request: PlanRequest, session: Session) -> None:
-        """Answer the request of another process, where that can copy by the plan.
-
-        Args:
-            plan_id: Of the plan.
-            request: That came with the state dict.
-            session: This process's session of the job.
-        """
+        """Answer the request of another process, where that can copy by the plan."""
         with self._guard:
             plan = self._plans.get(plan_id)
         if plan is None or not session.layouts.of(plan.specs).is_plain:
@@ -335,12 +289,7 @@ class OwnPlans:
                     told.pop(0).withdraw()
 
     def note_tail(self, plan_id: str, nbytes: int) -> None:
-        """Take note of what a copy's byte items took, for the next one's slot.
-
-        Args:
-            plan_id: Of the plan that was copied by.
-            nbytes: Of all byte items.
-        """
+        """Take note of what a copy's byte items took, for the next one's slot."""
         with self._guard:
             plan = self._plans.get(plan_id)
             if plan is not None:
@@ -349,12 +298,7 @@ class OwnPlans:
     def written_by(self, context: SaveContext, plan_id: str) -> Planned | None:
         """Return this rank's part of saving what another process has written by a plan.
 
-        Args:
-            context: Of the save.
-            plan_id: Of the plan.
-
-        Returns:
-            None where these ranks don't have that plan.
+        Returns None where these ranks don't have that plan.
         """
         plan = next((one for one in self._like(context.group) if one.plan_id == plan_id), None)
         if plan is None:
@@ -449,11 +393,7 @@ _guard = threading.Lock()
 
 
 def own_plans_of(session: Session) -> OwnPlans:
-    """Return the plans that belong to this process's session of a job.
-
-    Args:
-        session: What this process keeps of the job.
-    """
+    """Return the plans that belong to this process's session of a job."""
     with _guard:
         return _own_plans.setdefault(session, OwnPlans())
 

@@ -23,12 +23,7 @@ from dcp_mem.saving.values import (
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A save that all ranks have settled on, and that has written nothing yet.
-
-    Attributes:
-        planned: This rank's part of the plan.
-        agreed: What all ranks agreed on.
-    """
+    """A save that all ranks have settled on, and that has written nothing yet."""
 
     planned: Planned
     agreed: Agreed
@@ -40,15 +35,7 @@ def save(context: SaveContext, provider: ItemProvider) -> Completed | None:
     What goes wrong on one rank before an exchange travels with the exchange, so that all ranks
     raise together and none is left waiting (invariant 8).
 
-    Args:
-        context: Of the save.
-        provider: Where its items come from.
-
-    Returns:
-        None where the save was skipped: memory was full.
-
-    Raises:
-        Exception: What `settle` and `carry_out` raise.
+    Returns None where the save was skipped: memory was full. Raises Exception.
     """
     settled = settle(context, provider)
     return None if settled is None else carry_out(context, provider, settled)
@@ -60,19 +47,8 @@ def settle(context: SaveContext, provider: ItemProvider) -> Settled | None:
     1. Plan: this rank's part of the save, and the layout of its segment (`plan.py`).
     2. Agree: all ranks settle on one save, and make room for it (`agree.py`).
 
-    Args:
-        context: Of the save.
-        provider: Where its items come from.
-
-    Returns:
-        None where the save is skipped: memory is full.
-
-    Raises:
-        NoCommonPlan: The ranks have no plan in common, and the provider can't find one.
-        MemoryBudgetExceeded: There is no room.
-        CheckpointExists: The name is taken, and overwrite=False.
-        ConfigError: The ranks save under different names.
-        RankFailed: Another rank failed.
+    Returns None where the save is skipped: memory is full. Raises NoCommonPlan,
+    MemoryBudgetExceeded, CheckpointExists, ConfigError, RankFailed.
     """
     while True:
         planned = attempt(lambda: provider.plan(context))
@@ -99,14 +75,7 @@ def carry_out(context: SaveContext, provider: ItemProvider, settled: Settled) ->
     2. Complete: receipts, catalog, and the manifest on every node (`complete.py`).
     3. Background: flush, copies, slots for the next saves (`background.py`).
 
-    Args:
-        context: Of the save.
-        provider: Where its items come from.
-        settled: What the ranks have settled on.
-
-    Raises:
-        MemoryBudgetExceeded: The file system of the memory root is full.
-        RankFailed: Another rank failed.
+    Raises MemoryBudgetExceeded, RankFailed.
     """
     planned, agreed = settled.planned, settled.agreed
     staged = attempt(lambda: provider.stage(context, agreed, planned))

@@ -38,13 +38,7 @@ _PLANNING = ("create_local_plan", "create_global_plan", "_create_global_plan", "
 
 
 def plan_segment(context: SaveContext, plan: SavePlan, planner: SavePlanner) -> Planned:
-    """Find, or make, the layout of this rank's part of a plan.
-
-    Args:
-        context: Of the save.
-        plan: This rank's, as DCP hands it to `write_data`.
-        planner: Resolves the items of the plan.
-    """
+    """Find, or make, the layout of this rank's part of a plan."""
     kinds = list(map(_TYPE, plan.items))
     is_object = [kind is WriteItemType.BYTE_IO for kind in kinds]
     objects = list(compress(plan.items, is_object))
@@ -70,11 +64,7 @@ def plan_segment(context: SaveContext, plan: SavePlan, planner: SavePlanner) -> 
 
 
 def claims_of(planned: Planned) -> list[SlotNeed]:
-    """Return the slots that staging claims for this rank's part of a plan, in this order.
-
-    Args:
-        planned: This rank's part.
-    """
+    """Return the slots that staging claims for this rank's part of a plan, in this order."""
     if planned.is_written:
         return []
     claims = [SlotNeed(planned.nbytes + TAIL_ROOM, planned.layout.frames)]
@@ -84,40 +74,24 @@ def claims_of(planned: Planned) -> list[SlotNeed]:
 
 
 class PlannerItems:
-    """Items of a plan that DCP's planner made.
-
-    Args:
-        planner: DCP's planner, which resolves the items.
-    """
+    """Items of a plan that DCP's planner made."""
 
     def __init__(self, planner: SavePlanner) -> None:
         self.resolve = planner.resolve_data
         self.index = operator.attrgetter("index")
 
     def fingerprint(self, items: Sequence[WriteItem]) -> int:
-        """Return a hash of names and offsets; the items themselves would hold megabytes.
-
-        Args:
-            items: In the order in which they lie in the segment.
-        """
+        """Return a hash of names and offsets; the items themselves would hold megabytes."""
         return hash((*map(_FQN, items), *map(_OFFSET, items)))
 
 
 def resolves_as_is(planner: SavePlanner) -> bool:
-    """Return whether a planner hands over what its state dict has, and not what it makes of that.
-
-    Args:
-        planner: DCP's.
-    """
+    """Return whether a planner hands over what its state dict has, unchanged."""
     return _has_default(planner, _RESOLVING)
 
 
 def item_key(item: WriteItem) -> ItemKey:
-    """Return name and offset of an item that is a tensor.
-
-    Args:
-        item: Of a plan that a planner of DCP's made.
-    """
+    """Return name and offset of an item that is a tensor."""
     return item.index.fqn, tuple(item.index.offset or ())
 
 
@@ -129,11 +103,7 @@ def expected_tail(
     They are those of the last save. Where there is a memory limit to keep, they are measured: they
     may have grown.
 
-    Args:
-        context: Of the save.
-        plan_id: Of the plan that is saved by.
-        objects: The byte items.
-        resolve: Makes an item's bytes.
+    `resolve`: makes an item's bytes.
     """
     saved = context.session.last_saves.plans.get(context.plan_key(plan_id))
     last = 0
@@ -149,20 +119,12 @@ def expected_tail(
 
 
 def expected_specs(tensors: Sequence[WriteItem]) -> Specs:
-    """Return dtypes and shapes as the plan has them.
-
-    Args:
-        tensors: The plan's items that are tensors.
-    """
+    """Return dtypes and shapes as the plan has them."""
     return Specs(list(map(_PLANNED_DTYPE, tensors)), list(map(_PLANNED_SHAPE, tensors)))
 
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> Specs:
-    """Return dtypes and shapes as the tensors have them.
-
-    Args:
-        tensors: In the order of the layout.
-    """
+    """Return dtypes and shapes as the tensors have them."""
     return Specs(list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors)))
 
 

@@ -23,18 +23,11 @@ _LENGTH = struct.Struct("<q")
 
 @dataclass(frozen=True, slots=True)
 class ToldPlan:
-    """One rank's part of a plan that all ranks have made, as another process can use it.
-
-    Attributes:
-        plan_id: Of the plan.
-        local: What the rank would write if it saved alone.
-        mask: Which rows of that it writes, a bit each.
-        to_lowest_rank: As `OwnPlans.plan_together` was told.
-    """
+    """One rank's part of a plan that all ranks have made, as another process can use it."""
 
     plan_id: str
-    local: LocalPlan
-    mask: bytes
+    local: LocalPlan  # what the rank would write if it saved alone
+    mask: bytes  # which rows of that it writes, a bit each
     to_lowest_rank: bool
 
 
@@ -44,8 +37,7 @@ class PlanRequest:
     def __init__(self, descriptor: int | None = None) -> None:
         """Make room for an answer.
 
-        Args:
-            descriptor: Of the memory that the answer goes to; None for new memory.
+        `descriptor`: of the memory that the answer goes to; None for new memory.
         """
         if descriptor is None:
             descriptor = os.memfd_create("dcp_mem-plan", os.MFD_CLOEXEC)
@@ -54,11 +46,7 @@ class PlanRequest:
         weakref.finalize(self, os.close, descriptor).atexit = False
 
     def answer(self, told: ToldPlan) -> None:
-        """Answer with a plan. Called by the process that saves.
-
-        Args:
-            told: The plan.
-        """
+        """Answer with a plan. Called by the process that saves."""
         data = pickle.dumps(told)
         os.pwrite(self._descriptor, data, _LENGTH.size)
         os.pwrite(self._descriptor, _LENGTH.pack(len(data)), 0)  # last: now it may be read

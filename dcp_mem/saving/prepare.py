@@ -52,11 +52,8 @@ class Preparation:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the slots are ready.
 
-        Args:
-            timeout: Seconds; None waits for as long as it takes.
-
-        Returns:
-            False if the time ran out first.
+        `timeout`: seconds; None waits for as long as it takes. Returns False if the time ran out
+        first.
         """
         return self.done is None or not futures.wait([self.done], timeout).not_done
 
@@ -77,19 +74,8 @@ def prepare(
        checkpoints share, and for each checkpoint one for the others.
     3. Slots are made ready in the background, as many as the memory limit has room for.
 
-    Args:
-        settings: The writer's.
-        call: The ranks that will save together.
-        open_session: Gives this process's session of the job, and may raise.
-        state_dict: As the save will get it.
-        planner: As the save will get it.
-        frozen: Tells which tensors are declared frozen; None where none have a segment of their
-            own.
-
-    Raises:
-        Exception: What went wrong on this rank.
-        RankFailed: Another rank couldn't plan, or the plans don't fit together.
-        MemoryBudgetExceeded: The memory limit has no room for a checkpoint of this state.
+    `frozen`: tells which tensors are declared frozen; None where none have a segment of their own.
+    Raises Exception, RankFailed, MemoryBudgetExceeded.
     """
     ranks = call.ranks
     if getattr(planner, "_enable_plan_caching", False):

@@ -29,12 +29,7 @@ except ImportError:  # torch 2.6
 def copied(state: Mapping[str, Any], *, is_shared: bool = False) -> dict[str, Any]:
     """Return a copy of a state dict in private CPU memory, made as torch's stager makes it.
 
-    Args:
-        state: The state dict.
-        is_shared: Have tensors lie in memory that other processes can map.
-
-    Raises:
-        DcpMemError: A tensor has no memory, or methods of its own, which are about the original.
+    Raises DcpMemError.
     """
     _refuse_what_copies_lose(state)
     plain = dict(state)

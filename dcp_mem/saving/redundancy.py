@@ -33,12 +33,7 @@ def replication_of(context: SaveContext, completed: Completed) -> Replication | 
     Nothing is raised: the checkpoint is complete, whatever this may be. Where there can be no
     replication, the record of the checkpoint says why.
 
-    Args:
-        context: Of the save.
-        completed: What is complete.
-
-    Returns:
-        What the replicator is to do; None where there is nothing.
+    Returns what the replicator is to do; None where there is nothing.
     """
     if not context.settings.redundancy:
         return None
@@ -183,13 +178,7 @@ def incoming_sizes(
 ) -> Sequence[Sequence[int]]:
     """Return the bytes of each slot that this node's ranks set aside for other ranks' files.
 
-    Args:
-        context: Of the save.
-        topology: Where the ranks run.
-        manifest: Of the checkpoint.
-
-    Returns:
-        By rank; nothing for ranks of other nodes.
+    Returns by rank; nothing for ranks of other nodes.
     """
     made = context.redundancy_on(topology)
     if not made:
@@ -202,13 +191,7 @@ def incoming_sizes(
 
 
 def shared_nbytes(context: SaveContext, topology: Topology, manifest: Manifest) -> int:
-    """Return what this node's copies of other nodes' frozen tensors take, for all checkpoints.
-
-    Args:
-        context: Of the save.
-        topology: Where the ranks run.
-        manifest: Of the checkpoint.
-    """
+    """Return what this node's copies of other nodes' frozen tensors take, for all checkpoints."""
     made = context.redundancy_on(topology)
     if not made.copies:
         return 0

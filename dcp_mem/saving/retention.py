@@ -27,15 +27,11 @@ def apply_retention(
 ) -> None:
     """Evict what the policy doesn't keep, except what is being read or flushed, or still needed.
 
-    Args:
-        memory: The job's memory on this node.
-        scope: "" or the rank whose own checkpoints these are.
-        policy: What stays.
-        gets_copies: Whether checkpoints are replicated. The newest one that is then stays until a
-            newer one is.
-        persists_all: Whether a checkpoint that is meant for storage stays until it is there.
-        made: Save id of the checkpoint that older ones leave for; "" for none. It stays where it
-            has just been rejected, too, until the next one is made.
+    `scope`: "" or the rank whose own checkpoints these are. `gets_copies`: whether checkpoints are
+    replicated. The newest one that is then stays until a newer one is. `persists_all`: whether a
+    checkpoint that is meant for storage stays until it is there. `made`: save id of the checkpoint
+    that older ones leave for; "" for none. It stays where it has just been rejected, too, until the
+    next one is made.
     """
     memory.drop_dead_links()
     # Several ranks of a node may close at once. What one of them looks at, or takes out, must not
@@ -60,8 +56,7 @@ def records_nbytes(checkpoints: Sequence[LocalCheckpoint]) -> int:
 
     They are about those of the newest; of a first one nothing is known yet.
 
-    Args:
-        checkpoints: All that lie in memory on this node, newest first.
+    `checkpoints`: all that lie in memory on this node, newest first.
     """
     newest = [one.records_nbytes() for one in checkpoints[:1]]
     return max([_LEAST_RECORDS, *newest])
@@ -78,14 +73,10 @@ def kept_checkpoints(
 ) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints in memory as policies see them.
 
-    Args:
-        checkpoints: All that lie in memory on this node, newest first.
-        scope: "" or the rank whose own checkpoints these are.
-        policy: What stays.
-        gets_copies: Whether checkpoints are replicated.
-        persists_all: Whether a checkpoint that is meant for storage stays until it is there. One
-            that storage refuses may leave all the same: else a save would wait for ever.
-        with_sizes: Whether to fill in `nbytes` and `shared`, which takes a look at each file.
+    `checkpoints`: all that lie in memory on this node, newest first. `scope`: "" or the rank whose
+    own checkpoints these are. `persists_all`: whether a checkpoint that is meant for storage stays
+    until it is there. One that storage refuses may leave all the same: else a save would wait for
+    ever. `with_sizes`: whether to fill in `nbytes` and `shared`, which takes a look at each file.
     """
     checkpoints = [one for one in checkpoints if one.manifest.scope == scope]
     chosen = _chosen(policy, checkpoints)
@@ -148,14 +139,7 @@ def evict(
     save_ids: frozenset[str],
     why: str,
 ) -> None:
-    """Take checkpoints out of memory.
-
-    Args:
-        memory: The job's memory on this node.
-        checkpoints: Those that may leave.
-        save_ids: Of those that do.
-        why: For the job's history.
-    """
+    """Take checkpoints out of memory."""
     for checkpoint in checkpoints:
         if checkpoint.manifest.save_id in save_ids:
             try:

@@ -35,13 +35,7 @@ class ReturnedMetadata(LazyMetadata):
         super().__init__(make)
 
     def settle(self, session: Session, manifest: Manifest, info: SaveInfo) -> ReturnedMetadata:
-        """Take note of the complete checkpoint, and keep its catalog mapped while this is in use.
-
-        Args:
-            session: This process's session of the job.
-            manifest: Of the checkpoint.
-            info: What its coordinator's training loop said of it.
-        """
+        """Note the complete checkpoint, and keep its catalog mapped while this is in use."""
         catalog = session.catalogs.find(manifest.catalog) or b""
         self.__dict__["_of_checkpoint"] = manifest, info
         self.__dict__["_make"] = lambda: metadata_of(

@@ -23,8 +23,7 @@ T = TypeVar("T")
 def own_claims(planned: Attempted[Planned | Unplanned]) -> list[SlotNeed]:
     """Return the slots that staging will claim, in this order.
 
-    Args:
-        planned: This rank's part of the plan, or why it has none.
+    `planned`: this rank's part of the plan, or why it has none.
     """
     if planned.error is not None or not isinstance(planned.value, Planned):
         return []
@@ -36,10 +35,7 @@ def node_memory(
 ) -> NodeMemory:
     """Return this node's memory, as far as its leader can tell.
 
-    Args:
-        context: Of the save.
-        topology: Where the ranks run.
-        checkpoints: All that lie in memory on this node, newest first.
+    `checkpoints`: all that lie in memory on this node, newest first.
     """
     memory, settings = context.session.memory, context.settings
     is_lent = memory.drop_dead_links()
@@ -63,12 +59,7 @@ def node_memory(
 
 
 def with_used(context: SaveContext, report: RankReport) -> RankReport:
-    """Add what this rank's node uses, now that no rank makes spare slots any more.
-
-    Args:
-        context: Of the save.
-        report: This rank's.
-    """
+    """Add what this rank's node uses, now that no rank makes spare slots any more."""
     if report.node is None:
         return report
     try:
@@ -87,17 +78,7 @@ def give_back(
 ) -> Verdict | None:
     """Give back the memory of slots that the save won't claim, and see whether there is room now.
 
-    Args:
-        context: Of the save.
-        topology: Where the ranks run.
-        planned: This rank's part of the plan.
-        reports: Of all ranks.
-
-    Returns:
-        Why there is none; None where there is.
-
-    Raises:
-        RankFailed: A rank couldn't.
+    Returns why there is none; None where there is. Raises RankFailed.
     """
     session, rank = context.session, context.ranks.rank
     copies = copies_for(context, topology, reports)
@@ -139,13 +120,7 @@ def _told(context: SaveContext, look: Callable[[], T]) -> list[T]:
 def node_memories(
     context: SaveContext, topology: Topology, reports: Sequence[RankReport]
 ) -> list[NodeMemory]:
-    """Return the memory of every node, with what its ranks need of it.
-
-    Args:
-        context: Of the save.
-        topology: Where the ranks run.
-        reports: Of all ranks.
-    """
+    """Return the memory of every node, with what its ranks need of it."""
     copies = copies_for(context, topology, reports)
     nodes = []
     for leader, report in enumerate(reports):
@@ -168,35 +143,20 @@ def _spare_of(report: RankReport) -> int:
 
 @dataclass(frozen=True, slots=True)
 class IncomingCopies:
-    """The copies that will come to each rank: by rank, the bytes of each slot for one.
-
-    Attributes:
-        own: Of the segments of this save.
-        shared: Of frozen tensors, which several checkpoints share.
-    """
+    """The copies that will come to each rank: by rank, the bytes of each slot for one."""
 
     own: Sequence[Sequence[int]]
     shared: Sequence[Sequence[int]]
 
     def nbytes(self, rank: int) -> int:
-        """Return the bytes of all slots for them on a rank.
-
-        Args:
-            rank: The rank that gets them.
-        """
+        """Return the bytes of all slots for them on a rank."""
         return sum(self.own[rank]) + sum(self.shared[rank])
 
 
 def copies_for(
     context: SaveContext, topology: Topology, reports: Sequence[RankReport]
 ) -> IncomingCopies:
-    """Return the copies that will come to the ranks.
-
-    Args:
-        context: Of the save.
-        topology: Where the ranks run.
-        reports: Of all ranks.
-    """
+    """Return the copies that will come to the ranks."""
     nodes, domains, made = topology.nodes, topology.domains, context.redundancy_on(topology)
     needed, shared = (tuple(one.needed for one in reports), tuple(one.shared for one in reports))
     return IncomingCopies(
@@ -206,22 +166,13 @@ def copies_for(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The room for the next save, and what it needs.
+    """The room for the next save, and what it needs."""
 
-    Attributes:
-        copies: Bytes of each slot for what will come to this rank.
-        node_nbytes: What a checkpoint's slots take on this node, copies included.
-        base_nbytes: What slots for frozen tensors, and copies of them, take on this node once.
-        records_nbytes: What a checkpoint's other files take on this node.
-        room: For how many more checkpoints this node has memory, beside the free slots.
-        verdict: Whether memory has room for it.
-    """
-
-    copies: Sequence[int]
-    node_nbytes: int
-    base_nbytes: int
-    records_nbytes: int
-    room: int
+    copies: Sequence[int]  # bytes of each slot for what will come to this rank
+    node_nbytes: int  # what a checkpoint's slots take on this node, copies included
+    base_nbytes: int  # what slots for frozen tensors, and copies of them, take on this node once
+    records_nbytes: int  # what a checkpoint's other files take on this node
+    room: int  # for how many more checkpoints this node has memory, beside the free slots
     verdict: Verdict
 
 
@@ -230,15 +181,8 @@ def expect(
 ) -> Expected:
     """Exchange what the ranks will claim, and hold it against their nodes' memory.
 
-    Args:
-        context: Of the saves to come.
-        topology: Where the ranks run.
-        claims: Bytes of this rank's own slot, and of one for frozen tensors; or why neither is
-            known.
-
-    Raises:
-        Exception: What went wrong on this rank.
-        RankFailed: Another rank doesn't know, or couldn't look at memory.
+    `claims`: bytes of this rank's own slot, and of one for frozen tensors; or why neither is known.
+    Raises Exception, RankFailed.
     """
     session = context.session
 

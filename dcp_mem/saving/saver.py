@@ -74,21 +74,12 @@ _SENT_BY_ALL, _SENT_ALONE = "sent by all", "sent alone"
 class Saver:
     """The saves of one writer, whoever drives them: DCP, `dcp_mem.save`, or streams.
 
-    Args:
-        settings: Of the writer.
-        process_group: The ranks that save together; None for those of each call.
-        frozen: Tells which tensors are declared frozen; None where none are.
-
-    Attributes:
-        settings: Of the writer.
-        process_group: As given.
-        frozen: As given.
-        calls: What each thread is in the middle of.
-        saves_elsewhere: Whether another process saves, in a session of its own.
-        stages_alone: Whether this rank has staged a state that it saves alone: what it saves alone
-            may be private copies from then on.
-        is_driven_otherwise: Whether DCP has saved in a way in which a staged state can't be taken
-            up: what is staged are plain copies from then on.
+    `process_group`: the ranks that save together; None for those of each call. `frozen`: tells
+    which tensors are declared frozen; None where none are. `calls`: what each thread is in the
+    middle of. `saves_elsewhere`: whether another process saves, in a session of its own.
+    `stages_alone`: whether this rank has staged a state that it saves alone: what it saves alone
+    may be private copies from then on. `is_driven_otherwise`: whether DCP has saved in a way in
+    which a staged state can't be taken up: what is staged are plain copies from then on.
     """
 
     def __init__(
@@ -127,9 +118,7 @@ class Saver:
     def begin_driven(self, takeover: DcpTakeover | None, uses_collectives: bool) -> DcpSave:
         """Begin a save that DCP drives: open the job's memory, connect the ranks, settle the plan.
 
-        Args:
-            takeover: Where dcp_mem may plan the save; None where DCP's planner has to.
-            uses_collectives: False makes each rank save a checkpoint of its own.
+        `takeover`: where dcp_mem may plan the save; None where DCP's planner has to.
         """
         if os.environ.get("RANK", "0") != "0":  # rank 0 may save alone, with no_dist=True
             refuse_missing_group()
@@ -240,15 +229,7 @@ class Saver:
     ) -> Metadata:
         """Save by a plan of dcp_mem's own; see `dcp_mem.save`.
 
-        Args:
-            make_state: Gives the state dict, and may raise.
-            checkpoint_id: Name of the checkpoint.
-            process_group: The ranks; None for the writer's.
-            no_dist: Save alone.
-            to_lowest_rank: As `dedup_save_to_lowest_rank` of torch's planner.
-
-        Raises:
-            NoCommonPlan: The state dict needs DCP's planner; on all ranks, with nothing done.
+        `process_group`: the ranks; None for the writer's. Raises NoCommonPlan.
         """
         with self.in_turn():
             return self._save_state(
@@ -319,17 +300,7 @@ class Saver:
         Call it on all ranks; a rank that has written nothing takes part with empty streams.
         Whatever happens, the streams are used up.
 
-        Args:
-            make_streams: Gives this rank's streams, and may raise.
-            checkpoint_id: Name of the checkpoint.
-            has_new: Whether this rank has anything to save.
-            no_dist: Save alone.
-
-        Returns:
-            None where the save was skipped.
-
-        Raises:
-            NothingNew: No rank has anything to save; on all ranks, with nothing done.
+        Returns None where the save was skipped. Raises NothingNew.
         """
         with self.in_turn():
             try:
@@ -362,12 +333,7 @@ class Saver:
     def stage(self, call: StagingCall, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state dict for the save that DCP makes of it in the background.
 
-        Args:
-            call: Of `dcp.async_save`.
-            state_dict: As `dcp.async_save` got it.
-
-        Returns:
-            A state dict that stands for the copy, or for what went wrong.
+        Returns a state dict that stands for the copy, or for what went wrong.
         """
         info = self.take_info()
         entered = attempt(lambda: enter_session(self.settings, self._identity()))
@@ -414,8 +380,7 @@ class Saver:
     def overlapping(self, overlap: Overlap | None) -> Iterator[None]:
         """Have this thread's calls of `stage` leave copies to the background.
 
-        Args:
-            overlap: Which of them; None for none.
+        `overlap`: which of them; None for none.
         """
         self.calls.overlap = overlap
         try:
@@ -454,8 +419,7 @@ class Saver:
     ) -> tuple[Attempted[AheadCopy | SentCopy | dict[str, Any]], PlanRequest | None]:
         """Copy a state dict for a save in another process: into a slot, where a plan has come back.
 
-        Returns:
-            The copy, and a request for the plan where there is none.
+        Returns the copy, and a request for the plan where there is none.
         """
         if session is None or why_not_own_plan(call.planner):
             return attempt(lambda: self._copied_elsewhere(state, is_shared=True)), None
@@ -623,11 +587,7 @@ class Saver:
         return self.settings.purpose("save")
 
     def wake_agent(self, now: bool = False) -> str:
-        """Have the agent look at what is pending; now=True tries at once again what failed.
-
-        Returns:
-            As `AgentHandle.wake`.
-        """
+        """Have the agent look at what is pending; now=True tries at once again what failed."""
         session = open_session(self.settings)
         if session is not None:
             return session.wake_agent(self.settings, now=now, is_waiting=True)

@@ -25,15 +25,10 @@ _BEGIN_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Send:
-    """A save that is being sent.
+    """A save that is being sent."""
 
-    Attributes:
-        turn: Kept: a turn that is dropped is over.
-        on_end: Called once the save has its answer, at the next look.
-    """
-
-    turn: Turn
-    on_end: Callable[[], None]
+    turn: Turn  # kept: a turn that is dropped is over
+    on_end: Callable[[], None]  # called once the save has its answer, at the next look
 
 
 _turns = Turns()
@@ -58,21 +53,16 @@ def next_send() -> Turn:
 
 
 def note_staged(turn: Turn) -> None:
-    """Have a turn end by itself, should DCP fail before it sends the save.
-
-    Args:
-        turn: As `next_send` returned it.
-    """
+    """Have a turn end by itself, should DCP fail before it sends the save."""
     turn.follow(partial(_has_failed, weakref.ref(turn), time.monotonic()))
 
 
 def wait_to_send(turn: Turn | None = None, on_end: Callable[[], None] = lambda: None) -> None:
     """Wait until the saves before have their answers; return at once outside of DCP's executor.
 
-    Args:
-        turn: As `next_send` returned it. None for a save without one: it comes behind all that
-            have been called for, unless this thread has waited for this save already.
-        on_end: Called once this save has its answer, when the next one is called for, or sent.
+    `turn`: as `next_send` returned it. None for a save without one: it comes behind all that have
+    been called for, unless this thread has waited for this save already. `on_end`: called once this
+    save has its answer, when the next one is called for, or sent.
     """
     _end_answered()
     here = threading.current_thread()

@@ -101,36 +101,21 @@ class _OtherThanPlanned(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """A slot that this rank's items have been copied into; not a segment yet.
-
-    Attributes:
-        slot: The caller's own.
-        layout: Where the dense tensors lie.
-        items: What the entries of `order` stand for.
-        order: The items, as they lie in the slot.
-        tail: (offset, bytes) of each item behind the layout.
-        frozen: Another slot, with the frozen items; None where there are none.
-    """
+    """A slot that this rank's items have been copied into; not a segment yet."""
 
     slot: Slot
     layout: PlanLayout
     items: Items
-    order: Sequence[Any]
-    tail: tuple[tuple[int, int], ...]
+    order: Sequence[Any]  # the items, as they lie in the slot
+    tail: tuple[tuple[int, int], ...]  # (offset, bytes) of each item behind the layout
+    # another slot, with the frozen items; None where there are none
     frozen: FilledFrozen | None = None
 
 
 def stage(context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
     """Copy this rank's items into a slot and seal it as a segment.
 
-    Args:
-        context: Of the save.
-        agreed: What all ranks agreed on.
-        planned: This rank's part of the plan.
-
-    Raises:
-        MemoryBudgetExceeded: The file system of the memory root is full.
-        Exception: What the planner raises.
+    Raises MemoryBudgetExceeded, Exception.
     """
     return seal_filled(context, agreed, fill(context.session, planned))
 
@@ -146,14 +131,8 @@ def fill(session: Session, planned: Planned, later: Later | None = None) -> Fill
     4. Where some are frozen: hold on to the segment that has their bytes, or copy them to another
        slot.
 
-    Args:
-        session: What this process keeps of the job.
-        planned: This rank's part of the plan.
-        later: Takes the copies that need not be made at once; None: there are none.
-
-    Raises:
-        MemoryBudgetExceeded: The file system of the memory root is full.
-        Exception: What the planner raises.
+    `later`: takes the copies that need not be made at once; None: there are none. Raises
+    MemoryBudgetExceeded, Exception.
     """
     frozen = None
     if planned.frozen is not None:
@@ -229,13 +208,7 @@ def _fill(session: Session, planned: Planned, later: Later | None) -> Filled:
 
 
 def seal_filled(context: SaveContext, agreed: Agreed, filled: Filled) -> Staged:
-    """Seal a slot as this rank's segment: from here on nothing writes into it any more.
-
-    Args:
-        context: Of the save.
-        agreed: What all ranks agreed on.
-        filled: The slot; given back if it can't be sealed.
-    """
+    """Seal a slot as this rank's segment: from here on nothing writes into it any more."""
     layout, tail, session = filled.layout.layout, filled.tail, context.session
     frozen: StagedFrozen | None = None
     try:
@@ -403,15 +376,13 @@ def _copy_moves(moves: Sequence[Move]) -> None:
 class OtherCopies:
     """Copies of tensors that aren't plain CPU memory: strided ones, and those on devices.
 
-    Attributes:
-        made_nbytes: Bytes of device memory that were taken for those that are waiting.
+    `made_nbytes`: bytes of device memory that were taken for those that are waiting.
     """
 
     def __init__(self, slot: Slot) -> None:
         """Copy into this slot.
 
-        Args:
-            slot: Mapped, and the caller's own.
+        `slot`: mapped, and the caller's own.
         """
         self._slot = slot
         self.made_nbytes = 0
@@ -419,13 +390,7 @@ class OtherCopies:
         self._sources: list[torch.Tensor] = []
 
     def copy(self, tensor: torch.Tensor, address: int, nbytes: int) -> None:
-        """Copy a tensor to an address in the slot, now; from a device, once they are `under_way`.
-
-        Args:
-            tensor: Strided, of any device.
-            address: In the slot's mapping.
-            nbytes: The tensor's; not 0.
-        """
+        """Copy a tensor to an address in the slot, now; from a device, once `under_way`."""
         if copy_stream(tensor.device) is not None:
             source = tensor.detach().resolve_conj().resolve_neg().contiguous()
             if source.data_ptr() != tensor.data_ptr():
@@ -442,8 +407,7 @@ class OtherCopies:
     def under_way(self, later: Later | None) -> Iterator[None]:
         """Have devices copy what has been asked for; at the end of the context, it has been copied.
 
-        Args:
-            later: Takes these copies over; the end of the context doesn't wait for them then.
+        `later`: takes these copies over; the end of the context doesn't wait for them then.
         """
         targets, sources = np.array(self._targets, np.int64), self._sources
         self._targets, self._sources, self.made_nbytes = [], [], 0
@@ -525,12 +489,7 @@ def seal(
 ) -> Segment:
     """Make a slot this rank's segment.
 
-    Args:
-        context: Of the save.
-        agreed: What all ranks agreed on.
-        slot: Holds the items; not to be written to any more.
-        plan_layout: Where the dense tensors lie.
-        tail: (offset, bytes) of each item behind them.
+    `tail`: (offset, bytes) of each item behind them.
     """
     memory, slots, layout = context.session.memory, context.session.slots, plan_layout.layout
     file = names.segment_file(context.rank, agreed.save_id)
@@ -551,11 +510,7 @@ def seal(
 
 
 class Results(Sequence[WriteResult]):
-    """The write results of all items, for DCP; each is made when it is looked at.
-
-    Args:
-        staged: This rank's sealed segments.
-    """
+    """The write results of all items, for DCP; each is made when it is looked at."""
 
     def __init__(self, staged: Staged) -> None:
         self._indexes = list(map(staged.items.index, staged.order))

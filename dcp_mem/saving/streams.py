@@ -50,8 +50,7 @@ class NothingNew(Exception):
 class Streams:
     """One rank's streams for a checkpoint that isn't saved yet; owns their slot until then.
 
-    Args:
-        slots: Where the slot that the streams are written into comes from.
+    `slots`: where the slot that the streams are written into comes from.
     """
 
     def __init__(self, slots: SlotPool) -> None:
@@ -72,16 +71,7 @@ class Streams:
     def add(self, name: str, write: Callable[[IO[bytes]], None]) -> int:
         """Append a stream; it replaces an older one of its name.
 
-        Args:
-            name: Of the stream.
-            write: Writes the stream into the file that it is given.
-
-        Returns:
-            The stream's bytes.
-
-        Raises:
-            MemoryBudgetExceeded: There is no room.
-            Exception: What `write` raises. Nothing of the stream counts then.
+        Raises MemoryBudgetExceeded, Exception.
         """
         with self.writing(name) as file:
             write(file)
@@ -91,11 +81,8 @@ class Streams:
     def writing(self, name: str) -> Iterator[IO[bytes]]:
         """Append a stream, as `add` does, by a file that is open until the block ends.
 
-        Args:
-            name: Of the stream. Of a block that ends by an error nothing counts.
-
-        Raises:
-            MemoryBudgetExceeded: There is no room.
+        `name`: of the stream. Of a block that ends by an error nothing counts. Raises
+        MemoryBudgetExceeded.
         """
         offset = align(
             max((start + max(nbytes, 1) for start, nbytes in self._extents.values()), default=0)
@@ -111,13 +98,7 @@ class Streams:
     def add_copies(self, path: str, extents: Mapping[str, Extent]) -> None:
         """Append streams of a complete checkpoint, but for those whose names are here already.
 
-        Args:
-            path: Of the segment that they lie in.
-            extents: Where each stream lies in it, by name.
-
-        Raises:
-            MemoryBudgetExceeded: There is no room.
-            OSError: The checkpoint has left memory.
+        Raises MemoryBudgetExceeded, OSError.
         """
         descriptor = open_leased(path)  # so that nothing claims it as a slot
         try:
@@ -129,11 +110,7 @@ class Streams:
             os.close(descriptor)
 
     def planned(self, context: SaveContext) -> Planned:
-        """Return this rank's part of the save that makes a checkpoint of what is here by now.
-
-        Args:
-            context: This rank's part in the save.
-        """
+        """Return this rank's part of the save that makes a checkpoint of what is here by now."""
         return Planned(
             items=_NamedItems(),
             tensors=(),
@@ -145,13 +122,7 @@ class Streams:
         )
 
     def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-        """Seal the slot as this rank's segment. From here on the slot isn't ours.
-
-        Args:
-            context: Of the save.
-            agreed: What all ranks agreed on.
-            planned: As `planned` returned it.
-        """
+        """Seal the slot as this rank's segment. From here on the slot isn't ours."""
         slot, extents = self._own_slot(), tuple(self._extents.values())
         try:
             slot.reserve(max(self.nbytes, 1))
@@ -221,11 +192,7 @@ class StreamItems:
     """A rank's streams as the items of one save: an ItemProvider."""
 
     def __init__(self, streams: Attempted[Streams]) -> None:
-        """Take what is to be saved.
-
-        Args:
-            streams: This rank's, or why it has none.
-        """
+        """Take what is to be saved."""
         self._streams = streams
 
     def plan(self, context: SaveContext) -> Planned:
@@ -276,12 +243,7 @@ class CatalogOfStreams(IndexedParts):
 
 
 def name_of_rank(name: str, rank: int) -> str:
-    """Return what a rank's stream is called where other ranks have one of the same name.
-
-    Args:
-        name: The stream's name on that rank.
-        rank: The rank that wrote it.
-    """
+    """Return what a rank's stream is called where other ranks have one of the same name."""
     return f"{name}@{rank}"
 
 

@@ -29,34 +29,22 @@ from dcp_mem.saving.frozen import FrozenItems, StagedFrozen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveContext:
-    """One rank's part in one save: what all stages need, and none of them changes.
-
-    Attributes:
-        settings: The writer's.
-        session: What this process keeps of the job between saves.
-        ranks: The ranks that save together.
-        rank: This rank's number as DCP counts for this call; its segment is named by it.
-        scope: "" or the rank that saves alone.
-        name: The checkpoint's.
-        info: What this rank's training loop says of the checkpoint. Rank 0's word counts.
-        is_driven_by_dcp: DCP's exchanges keep the ranks together until `finish`; otherwise the save
-            does.
-        frozen: Tells which tensors are declared frozen; None where none are.
-        has_copies: Whether the state dict is a private copy of the caller's.
-        is_copied_elsewhere: Whether another process copies what is saved into slots, this time or
-            as soon as it knows the plan.
-    """
+    """One rank's part in one save: what all stages need, and none of them changes."""
 
     settings: Settings
-    session: Session
+    session: Session  # what this process keeps of the job between saves
     ranks: Ranks
-    rank: int
-    scope: str
+    rank: int  # this rank's number as DCP counts for this call; its segment is named by it
+    scope: str  # "" or the rank that saves alone
     name: str
+    # What this rank's training loop says of the checkpoint. Rank 0's word counts.
     info: SaveInfo = field(default_factory=SaveInfo)
+    # DCP's exchanges keep the ranks together until `finish`; otherwise the save does
     is_driven_by_dcp: bool = False
-    frozen: TensorRule | None = None
-    has_copies: bool = False
+    frozen: TensorRule | None = None  # tells which tensors are declared frozen; None where none are
+    has_copies: bool = False  # whether the state dict is a private copy of the caller's
+    # whether another process copies what is saved into slots, this time or as soon as it knows the
+    # plan
     is_copied_elsewhere: bool = False
 
     @property
@@ -65,19 +53,11 @@ class SaveContext:
         return self.scope, self.ranks.key
 
     def plan_key(self, plan_id: str) -> PlanKey:
-        """Return the key by which the session remembers saves of a plan.
-
-        Args:
-            plan_id: Of the plan that the save goes by.
-        """
+        """Return the key by which the session remembers saves of a plan."""
         return (*self.group, plan_id)
 
     def redundancy_on(self, topology: Topology) -> Redundancy:
-        """Return the redundancy that is wanted, as far as there are nodes for it.
-
-        Args:
-            topology: Where the ranks run.
-        """
+        """Return the redundancy that is wanted, as far as there are nodes for it."""
         return self.settings.redundancy.on(topology.node_count)
 
 
@@ -118,45 +98,29 @@ STREAMS_PLAN = "streams"
 
 @dataclass(frozen=True, slots=True)
 class Unplanned:
-    """A state dict that isn't part of a plan of all ranks yet.
+    """A state dict that isn't part of a plan of all ranks yet."""
 
-    Attributes:
-        why_not: Why only DCP's planner can make a plan of it; "" where dcp_mem can.
-        structure: What a plan would be made of; None where only DCP's planner can make one.
-    """
-
-    why_not: str = ""
+    why_not: str = ""  # why only DCP's planner can make a plan of it; "" where dcp_mem can
+    # what a plan would be made of; None where only DCP's planner can make one
     structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """This rank's part of a plan of all ranks, taken apart.
-
-    Attributes:
-        items: What tensors and objects stand for.
-        tensors: Items that are tensors, in the order of the layout.
-        objects: Byte items, which lie behind the layout.
-        layout: Of the segment.
-        nbytes: What the segment will take, as far as plan and last save can tell.
-        sources: The tensors themselves, where all of them can be copied as bytes; None where they
-            have to be looked at one by one.
-        plan_id: Which plan of all ranks this is a part of.
-        other_plan_ids: Plans that would fit here just as well.
-        is_written: Whether a slot holds all of it already.
-        frozen: Further tensors, which have a segment of their own; None where there are none.
-        group: Key of the ranks that save together.
-    """
+    """This rank's part of a plan of all ranks, taken apart."""
 
     items: Items
-    tensors: Sequence[Any]
+    tensors: Sequence[Any]  # items that are tensors, in the order of the layout
     objects: Sequence[Any]
     layout: PlanLayout
-    nbytes: int
+    nbytes: int  # what the segment will take, as far as plan and last save can tell
+    # the tensors themselves, where all of them can be copied as bytes; None where they have to be
+    # looked at one by one
     sources: Sources | None = None
-    plan_id: str = DCP_PLAN
-    other_plan_ids: tuple[str, ...] = ()
-    is_written: bool = False
+    plan_id: str = DCP_PLAN  # which plan of all ranks this is a part of
+    other_plan_ids: tuple[str, ...] = ()  # plans that would fit here just as well
+    is_written: bool = False  # whether a slot holds all of it already
+    # further tensors, which have a segment of their own; None where there are none
     frozen: FrozenItems | None = None
     group: GroupKey = ("", "")
 
@@ -181,29 +145,17 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """The agreement of all ranks on this save.
-
-    Attributes:
-        save_id: Names the files of this save alone.
-        created: Seconds since the epoch, by the coordinator's clock.
-        number: Of the save: its place in the job's order.
-        run: Token of the run.
-        persist: Whether the checkpoint goes to storage.
-        topology: Where the ranks run.
-        started: This rank's monotonic clock when the save began.
-        may_replicate: Whether no older checkpoint's replication is in the way.
-        info: What the coordinator's training loop says of the checkpoint.
-        replaces: As in `Manifest`.
-    """
+    """The agreement of all ranks on this save."""
 
     save_id: str
-    created: float
-    number: SaveNumber
+    created: float  # seconds since the epoch, by the coordinator's clock
+    number: SaveNumber  # of the save: its place in the job's order
     run: str
     persist: bool
     topology: Topology
-    started: float
-    may_replicate: bool = True
+    started: float  # this rank's monotonic clock when the save began
+    may_replicate: bool = True  # whether no older checkpoint's replication is in the way
+    # what the coordinator's training loop says of the checkpoint
     info: SaveInfo = field(default_factory=SaveInfo)
     replaces: str | None = None
 
@@ -211,9 +163,8 @@ class Agreed:
 class NoCommonPlan(Exception):
     """The ranks don't save by the same plan yet, or not any more.
 
-    Args:
-        why_not: Why the ranks must leave the save to DCP's planner; "" if they need not.
-        in_common: Id of a plan that fits on every rank; "" if there is none.
+    `why_not`: why the ranks must leave the save to DCP's planner; "" if they need not. `in_common`:
+    id of a plan that fits on every rank; "" if there is none.
     """
 
     def __init__(self, why_not: str, in_common: str = "") -> None:
@@ -226,26 +177,16 @@ class NoCommonPlan(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """This rank's sealed segment.
-
-    Attributes:
-        segment: The segment.
-        items: What the entries of `order` stand for.
-        order: The items, as they lie in the segment.
-        offsets: Where each of them begins.
-        lengths: Bytes of each of them.
-        slot: The segment's memory.
-        layout: Of the segment, but for its tail.
-        frozen: This rank's segment of frozen items; None where it has none.
-    """
+    """This rank's sealed segment."""
 
     segment: Segment
     items: Items
-    order: Sequence[Any]
+    order: Sequence[Any]  # the items, as they lie in the segment
     offsets: Sequence[int]
     lengths: Sequence[int]
     slot: Slot
     layout: PlanLayout
+    # this rank's segment of frozen items; None where it has none
     frozen: StagedFrozen | None = None
 
 
@@ -283,12 +224,7 @@ class IndexedParts:
     """The parts of a catalog that names each item by DCP's index of it."""
 
     def part(self, rank: int, staged: Staged) -> IndexedPart:
-        """Return the indexes of this rank's items, and where they lie.
-
-        Args:
-            rank: The rank that asks.
-            staged: The rank's sealed segment.
-        """
+        """Return the indexes of this rank's items, and where they lie."""
         index_of = staged.items.index
         first = RankItems(rank, list(map(index_of, staged.order)), staged.layout.described)
         if staged.frozen is None:
@@ -298,20 +234,12 @@ class IndexedParts:
         return first, RankItems(staged.frozen.segment.rank, indexes, frozen.layout.described)
 
     def share(self, parts: Sequence[IndexedPart]) -> Sequence[IndexedPart]:
-        """Return the parts as they are.
-
-        Args:
-            parts: What `part` returned, by rank.
-        """
+        """Return the parts as they are."""
         return parts
 
 
 def in_order(parts: Sequence[IndexedPart]) -> list[RankItems]:
-    """Return the items of all segments, in the order in which a checkpoint lists these.
-
-    Args:
-        parts: By rank.
-    """
+    """Return the items of all segments, in the order in which a checkpoint lists these."""
     seconds = [one for part in parts for one in part[1:]]
     return [*(part[0] for part in parts), *seconds]
 

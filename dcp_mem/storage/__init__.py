@@ -46,22 +46,19 @@ class FileRefused(OfOneFile, StorageRefused):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name directly under a prefix.
-
-    Attributes:
-        what: Why it can't be read, as far as the listing tells; "" for files and directories.
-        modified: Seconds since the epoch, by the storage's clock; 0.0 where it doesn't tell.
-        md5: Of the content, in hexadecimal digits; "" where the listing doesn't tell. It may be of
-            something else, of the encrypted content, say: only where it is the expected one does it
-            prove anything.
-    """
+    """One name directly under a prefix."""
 
     name: str
     nbytes: int
     is_directory: bool
     _: KW_ONLY
+    # seconds since the epoch, by the storage's clock; 0.0 where it doesn't tell
     modified: float = 0.0
+    # Of the content, in hexadecimal digits; "" where the listing doesn't tell. It may be of
+    # something else, of the encrypted content, say: only where it is the expected one does it prove
+    # anything.
     md5: str = ""
+    # why it can't be read, as far as the listing tells; "" for files and directories
     what: str = ""
 
     @property
@@ -72,14 +69,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """An upload that was begun and neither finished nor dropped.
-
-    Attributes:
-        begun: Seconds since the epoch, by the storage's clock.
-    """
+    """An upload that was begun and neither finished nor dropped."""
 
     key: str
-    begun: float
+    begun: float  # seconds since the epoch, by the storage's clock
 
 
 class Copies(Enum):
@@ -92,17 +85,12 @@ class Copies(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A stored object that an upload may copy from.
-
-    Attributes:
-        key: Of the object.
-        nbytes: Its length.
-        etag: What its own upload returned as such: an object that isn't what was stored then isn't
-            copied from.
-    """
+    """A stored object that an upload may copy from."""
 
     key: str
     nbytes: int
+    # what its own upload returned as such: an object that isn't what was stored then isn't copied
+    # from
     etag: str
 
 
@@ -351,31 +339,20 @@ def part_nbytes(nbytes: int) -> int:
     At least 16 MiB. Up to 64 MiB for objects that are then still cut into enough parts for several
     threads: each request costs an SDK some milliseconds of CPU. Longer where there would be more
     parts than any store's limit of 10,000.
-
-    Args:
-        nbytes: Length of the object.
     """
     comfortable = min(_COMFORTABLE_PART, nbytes // _ENOUGH_PARTS >> 20 << 20)
     return max(LEAST_PART, comfortable, -(-nbytes // _MOST_PARTS >> 20 << 20))
 
 
 def part_count(nbytes: int, of_part: int) -> int:
-    """Return how many parts of that length an object has: at least one.
-
-    Args:
-        nbytes: Length of the object.
-        of_part: Length of its parts.
-    """
+    """Return how many parts of that length an object has: at least one."""
     return max(1, -(-nbytes // of_part))
 
 
 def scatter(piece: bytes, start: int, buffers: Sequence[memoryview]) -> None:
     """Copy bytes into buffers that stand for one range, cut up.
 
-    Args:
-        piece: The bytes.
-        start: Where they begin in the range.
-        buffers: The range, in order.
+    `buffers`: the range, in order.
     """
     for buffer in buffers:
         if start < len(buffer):

@@ -37,12 +37,7 @@ _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 class AzureStorage:
     """A container, or what is under a prefix in it, with adlfs's account and credentials.
 
-    Args:
-        url: The storage's root, such as `abfs://container/prefix`.
-        storage_options: As adlfs takes them.
-
-    Raises:
-        NotThisRoute: adlfs's options can't be taken over.
+    Raises NotThisRoute.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
@@ -275,16 +270,9 @@ class AzureUpload(Sending):
     counts if the id is the same. An object of one part takes the same way: the SDK's public calls
     would copy its bytes.
 
-    Args:
-        blob: The blob to store.
-        nbytes: Its length.
-        stored: Ids of blocks that storage has from earlier attempts.
-        translator: Of the storage's errors.
-        source: Blob that may be copied, and its ETag; None for none.
-        copies: What of it may be copied.
-
-    Attributes:
-        on_wrong_copy: Called where Azure has made blocks of another length than it was asked for.
+    `source`: blob that may be copied, and its ETag; None for none. `copies`: what of it may be
+    copied. `on_wrong_copy`: called where Azure has made blocks of another length than it was asked
+    for.
     """
 
     in_order = False
@@ -388,11 +376,7 @@ class AzureUpload(Sending):
     def commit(self, **conditions: Any) -> None:
         """Make the blob of the blocks.
 
-        Args:
-            conditions: As the SDK takes them.
-
-        Raises:
-            HttpResponseError: As the SDK does.
+        Raises HttpResponseError.
         """
         # The latest of each id: after a commit whose answer was lost these are the committed ones.
         answer = self._blob.commit_block_list(

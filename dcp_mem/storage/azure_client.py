@@ -40,8 +40,7 @@ class Pieces:
     The timeout for connecting bounds each send as well. A part as a whole might not go out within
     it where many share a slow network.
 
-    Args:
-        data: Must stay unchanged until the request is answered.
+    `data`: must stay unchanged until the request is answered.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -59,11 +58,7 @@ def service_client(fs: Any) -> BlobServiceClient:
 
     It tries each request once. Credentials are renewed as they are for `fs`.
 
-    Args:
-        fs: adlfs's file system.
-
-    Raises:
-        NotThisRoute: This version of adlfs isn't known here, or its options don't fit.
+    Raises NotThisRoute.
     """
     try:
         options = {
@@ -86,9 +81,6 @@ def signed_for_copying(blob: BlobClient) -> dict[str, Any]:
 
     The source's own authorization isn't that of the request. A signature that is made for it is
     good for reading this blob, and not for long.
-
-    Args:
-        blob: The source.
     """
     credential = blob.credential
     key = getattr(credential, "account_key", None)

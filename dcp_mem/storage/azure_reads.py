@@ -20,11 +20,7 @@ _SERVED = re.compile(r"bytes (\d+)-(\d+)/")
 
 
 def read_all(blob: BlobClient) -> bytes:
-    """Return all bytes of the blob.
-
-    Args:
-        blob: The blob to read.
-    """
+    """Return all bytes of the blob."""
     operation = _operation(blob)
     if operation is None:
         return bytes(blob.download_blob().readall())
@@ -35,17 +31,7 @@ def read_all(blob: BlobClient) -> bytes:
 def read_into(blob: BlobClient, offset: int, buffers: Sequence[memoryview]) -> int:
     """Fill the buffers with the bytes from `offset` on.
 
-    Args:
-        blob: The blob to read.
-        offset: Of the first byte.
-        buffers: Filled one after the other.
-
-    Returns:
-        How many bytes there were.
-
-    Raises:
-        OSError: Other bytes came, or the answer broke off.
-        HttpResponseError: As the SDK does.
+    Returns how many bytes there were. Raises OSError, HttpResponseError.
     """
     wanted = sum(map(len, buffers))
     operation = _operation(blob)

@@ -43,13 +43,7 @@ def refuse_unusable(
 ) -> None:
     """Make sure that checkpoints can be brought to a root, as far as that shows without asking it.
 
-    Args:
-        url: The job's root, as `config.root_url` returns it.
-        storage_options: For fsspec.
-        is_flushed_elsewhere: Whether another process than this one flushes.
-
-    Raises:
-        ConfigError: The root takes no checkpoints, or the process that flushes can't reach it.
+    Raises ConfigError.
     """
     if url.startswith("/"):
         _refuse_read_only_file_system(url)
@@ -102,11 +96,7 @@ def trial_of(url: str | None) -> Trial | None:
 
 
 def lives_in_one_process(url: str) -> bool:
-    """Return whether what is written under a root stays in the process that writes it.
-
-    Args:
-        url: The job's root.
-    """
+    """Return whether what is written under a root stays in the process that writes it."""
     return not url.startswith("/") and not _OF_ONE_PROCESS.isdisjoint(_protocols(url, {}))
 
 

@@ -14,12 +14,7 @@ def file_system_of(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, s
 
     The instance isn't shared, and its listings aren't cached: a cached one goes stale.
 
-    Args:
-        url: With a protocol that fsspec knows.
-        storage_options: Of the user; they count more than what is set here.
-
-    Raises:
-        Exception: What fsspec and the SDKs raise.
+    `storage_options`: of the user; they count more than what is set here. Raises Exception.
     """
     # Jobs on directories never need it, and it takes a tenth of the time to import dcp_mem.
     import fsspec.core
@@ -33,11 +28,8 @@ def trusted_authorities(*own_variables: str) -> str | None:
 
     Each SDK looks at a few variables; users set any of them.
 
-    Args:
-        *own_variables: Those that the SDK looks at by itself: they come first.
-
-    Returns:
-        A file; None where the SDK finds out by itself.
+    `own_variables`: those that the SDK looks at by itself: they come first. Returns a file; None
+    where the SDK finds out by itself.
     """
     if any(map(os.environ.get, own_variables)):
         return None
@@ -48,11 +40,7 @@ def trusted_authorities(*own_variables: str) -> str | None:
 def refuse_missing_authorities(trusted: Any) -> None:
     """Make sure that a file of certificates is there: SDKs take a missing one for a broken line.
 
-    Args:
-        trusted: A path; anything else is admitted.
-
-    Raises:
-        FileNotFoundError: It isn't there.
+    Raises FileNotFoundError.
     """
     if isinstance(trusted, str) and not os.path.exists(trusted):
         raise FileNotFoundError(f"the file of trusted certificates, {trusted}, is missing")

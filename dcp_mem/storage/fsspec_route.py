@@ -64,14 +64,9 @@ of it as an unfinished upload."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCopies:
-    """What makes the server of a file system copy an object.
+    """What makes the server of a file system copy an object."""
 
-    Attributes:
-        digest: The field of `info` that stands for an object's bytes. A copy's must be the same.
-        options: For `cp_file`.
-    """
-
-    digest: str
+    digest: str  # The field of `info` that stands for an object's bytes. A copy's must be the same.
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -87,9 +82,6 @@ def server_copies_of(cls: type) -> ServerCopies | None:
 
     Not listed: adlfs begins a copy, and doesn't wait for its end; SFTP and FTP have none in fsspec;
     HDFS's, and that of most others, reads and writes.
-
-    Args:
-        cls: Of the file system.
     """
     known = {**_COPYING, **(_COPYING_IF_ASKED if os.environ.get(_COPIES_ON_GCS) == "1" else {})}
     classes = (f"{one.__module__}.{one.__qualname__}" for one in cls.__mro__)
@@ -97,12 +89,7 @@ def server_copies_of(cls: type) -> ServerCopies | None:
 
 
 class FsspecStorage:
-    """The file system that fsspec finds for a URL.
-
-    Args:
-        url: The storage's root, as fsspec takes it.
-        storage_options: As fsspec takes them.
-    """
+    """The file system that fsspec finds for a URL."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
@@ -292,14 +279,10 @@ class FsspecStorage:
 class FsspecUpload(Sending):
     """An upload through a stream of fsspec's: parts in order; one that breaks off begins again.
 
-    Args:
-        open_stream: Returns a stream to write to; the object appears when it is closed.
-        nbytes: Length of the object.
-        stored: Called once the stream is closed; raises where the object isn't whole. Returns what
-            stands for its bytes.
-        translator: Of the storage's errors.
-        copy: Has all of the source copied, in place of a stream; returns the same, or "" where it
-            has no copy. None: there is nothing to copy.
+    `open_stream`: returns a stream to write to; the object appears when it is closed. `stored`:
+    called once the stream is closed; raises where the object isn't whole. Returns what stands for
+    its bytes. `copy`: has all of the source copied, in place of a stream; returns the same, or ""
+    where it has no copy. None: there is nothing to copy.
     """
 
     in_order = True

@@ -43,12 +43,7 @@ class ReadLease:
 def read_lease(storage: Storage, name: str) -> ReadLease | None:
     """Put a lease: this process reads a checkpoint from now on.
 
-    Args:
-        storage: Has the checkpoint.
-        name: The checkpoint id.
-
-    Returns:
-        None where the storage doesn't take it: this process may only be allowed to read.
+    Returns None where the storage doesn't take it: this process may only be allowed to read.
     """
     key = f"{_DIRECTORY}/reader-{uuid.uuid4().hex[:12]}-{name}.json"
     reader = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
@@ -62,12 +57,7 @@ def read_lease(storage: Storage, name: str) -> ReadLease | None:
 
 @contextmanager
 def being_read(storage: Storage, name: str) -> Iterator[None]:
-    """Hold a lease, as `read_lease` puts it, for as long as the block takes.
-
-    Args:
-        storage: May have the checkpoint.
-        name: The checkpoint id.
-    """
+    """Hold a lease, as `read_lease` puts it, for as long as the block takes."""
     lease = read_lease(storage, name)
     try:
         yield
@@ -77,12 +67,7 @@ def being_read(storage: Storage, name: str) -> Iterator[None]:
 
 
 def is_being_read(storage: Storage, name: str) -> bool:
-    """Return whether a checkpoint has a lease; leases that are too old are removed.
-
-    Args:
-        storage: Has the checkpoint.
-        name: The checkpoint id.
-    """
+    """Return whether a checkpoint has a lease; leases that are too old are removed."""
     found = False
     for entry in storage.ls(_DIRECTORY):
         match = _READER.fullmatch(entry.name)

@@ -30,27 +30,18 @@ _OTHERS_SEGMENT = re.compile(rb"__\d+_\d+\.distcp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCheckpoint:
-    """A checkpoint on storage: a name and scope that has a `.metadata`.
-
-    Attributes:
-        manifest: None where no manifest that can be read describes it.
-        modified: Of its `.metadata`, seconds since the epoch; 0.0 where the storage doesn't tell.
-        nbytes: Of its segments, as storage lists them.
-        problem: Why it can't be loaded from there; "" if it can.
-        rejected: Why it is not to be resumed from; "" if nobody has rejected it.
-        metadata: Identity of its `.metadata`.
-        is_renamed: Whether it was saved under another name, and copied or moved since.
-    """
+    """A checkpoint on storage: a name and scope that has a `.metadata`."""
 
     name: str
     scope: str
-    manifest: Manifest | None
+    manifest: Manifest | None  # None where no manifest that can be read describes it
+    # of its `.metadata`, seconds since the epoch; 0.0 where the storage doesn't tell
     modified: float
     nbytes: int
     metadata: str
-    problem: str = ""
-    rejected: str = ""
-    is_renamed: bool = False
+    problem: str = ""  # why it can't be loaded from there; "" if it can
+    rejected: str = ""  # why it is not to be resumed from; "" if nobody has rejected it
+    is_renamed: bool = False  # whether it was saved under another name, and copied or moved since
 
     @property
     def save_id(self) -> str:
@@ -77,11 +68,7 @@ class StoredCheckpoint:
 
 
 def checkpoint_names(storage: Storage) -> list[str]:
-    """Return the names under the root that may be checkpoints.
-
-    Args:
-        storage: Of the job.
-    """
+    """Return the names under the root that may be checkpoints."""
     return [
         entry.name
         for entry in storage.ls("")
@@ -95,11 +82,6 @@ def stored_under(storage: Storage, name: str, scope: str) -> list[StoredCheckpoi
     Nothing where there is no `.metadata`. There is one for each manifest that attempts have left:
     `is_committed` tells them apart. Where others have put files there as well, the `.metadata` may
     be theirs: then it is looked at.
-
-    Args:
-        storage: The job's root.
-        name: Checkpoint id.
-        scope: Of all ranks, or of one that saved alone.
     """
     name = name_behind_link(storage.url, name)
     try:
@@ -133,12 +115,7 @@ def _are_ours(files: Iterable[str]) -> bool:
 def committed_under(storage: Storage, name: str) -> list[StoredCheckpoint]:
     """Return what is committed under a name, or the name that a link there stands for.
 
-    Args:
-        storage: Of the job.
-        name: The checkpoint id.
-
-    Returns:
-        The checkpoint of all ranks, or one for each rank that saved alone.
+    Returns the checkpoint of all ranks, or one for each rank that saved alone.
     """
     name = name_behind_link(storage.url, name)
     entries = {entry.name: entry for entry in storage.ls(name)}
@@ -195,14 +172,7 @@ def is_committed(storage: Storage, key: str, nbytes: int, save_id: str) -> bool:
 
     The id mostly stands near the end; the whole file is read only where it doesn't.
 
-    Args:
-        storage: The job's root.
-        key: Of the `.metadata`.
-        nbytes: Its length.
-        save_id: Of the save.
-
-    Raises:
-        StorageKeyMissing: There is no such `.metadata`.
+    Raises StorageKeyMissing.
     """
     end = bytearray(min(nbytes, _END_OF_METADATA))
     storage.read_into(key, nbytes - len(end), [memoryview(end)])
@@ -215,34 +185,18 @@ def _shows_commit(metadata: Entry, manifest: Manifest) -> bool:
 
 
 def mark_rejected(storage: Storage, manifest: Manifest, why: str) -> None:
-    """Mark a committed checkpoint as not to be resumed from.
-
-    Args:
-        storage: The job's root.
-        manifest: Of the checkpoint.
-        why: The reason, for people.
-    """
+    """Mark a committed checkpoint as not to be resumed from."""
     mark = Rejection(manifest.save_id, why, time.time())
     storage.put(f"{manifest.name}/{names.rejection_file(manifest.save_id)}", mark.to_json())
 
 
 def remove_rejection(storage: Storage, manifest: Manifest) -> None:
-    """Take back the mark of a rejected checkpoint.
-
-    Args:
-        storage: The job's root.
-        manifest: Of the checkpoint.
-    """
+    """Take back the mark of a rejected checkpoint."""
     storage.delete(f"{manifest.name}/{names.rejection_file(manifest.save_id)}")
 
 
 def rejected_saves(storage: Storage, name: str) -> frozenset[str]:
-    """Return the ids of those saves of a name that are marked as rejected: one request.
-
-    Args:
-        storage: The job's root.
-        name: The checkpoint id.
-    """
+    """Return the ids of those saves of a name that are marked as rejected: one request."""
     return frozenset(_rejected_in(entry.name for entry in storage.ls(f"{name}/{names.OWN}")))
 
 
@@ -254,14 +208,8 @@ def _rejected_in(files: Iterable[str]) -> list[str]:
 def get_parsed(storage: Storage, key: str, parse: Callable[[bytes], T]) -> T:
     """Return what `parse` makes of the bytes under a key; damaged ones are read once more.
 
-    Args:
-        storage: The job's root.
-        key: To read.
-        parse: Raises ManifestInvalid where the bytes are damaged.
-
-    Raises:
-        ManifestInvalid: They were damaged twice.
-        StorageKeyMissing: There is no such object.
+    `parse`: raises ManifestInvalid where the bytes are damaged. Raises ManifestInvalid,
+    StorageKeyMissing.
     """
     try:
         return parse(storage.get(key))

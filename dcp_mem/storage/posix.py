@@ -92,8 +92,7 @@ class PosixStorage:
     The root may be reached through links. Below it none is followed: every path leads through a
     descriptor of the directory that the file is in, and that was opened part by part.
 
-    Args:
-        url: The directory's absolute path; it is made by the first put.
+    `url`: the directory's absolute path; it is made by the first put.
     """
 
     def __init__(self, url: str) -> None:
@@ -390,12 +389,7 @@ class PosixUpload(Sending):
     these): it moves no bytes. Elsewhere it is a hard link, and all of the file or nothing. There is
     no `copy_file_range`: where it can't clone, it reads and writes the bytes again.
 
-    Args:
-        directory: Descriptor of the file's directory. The upload closes it.
-        name: Of the file.
-        nbytes: Length of the file.
-        translated: Returns a context that translates errors.
-        source: Open file that may be copied from. The upload closes it.
+    `source`: open file that may be copied from. The upload closes it.
     """
 
     in_order = False

@@ -22,20 +22,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """The limits on repeating a request: tries, pauses and total time.
-
-    Attributes:
-        tries: How often it is sent.
-        first_pause_seconds: Pauses are random, up to this one, which doubles with each try.
-        longest_pause_seconds: Where the doubling ends.
-        longest_asked_seconds: A pause that the storage asks for counts up to this.
-        deadline_seconds: The request isn't repeated after this time.
-    """
+    """The limits on repeating a request: tries, pauses and total time."""
 
     tries: int = 8
+    # pauses are random, up to this one, which doubles with each try
     first_pause_seconds: float = 0.5
     longest_pause_seconds: float = 8.0
-    longest_asked_seconds: float = 60.0
+    longest_asked_seconds: float = 60.0  # a pause that the storage asks for counts up to this
     deadline_seconds: float = 120.0
 
 
@@ -49,10 +42,6 @@ class RetryingStorage:
 
     Once a request has failed for good, and none has succeeded meanwhile, all others give up with
     their next failure: a storage that is down fails a hundred parts no later than one.
-
-    Args:
-        storage: Sends each request once.
-        retry_policy: How often, and for how long, a request is repeated.
     """
 
     def __init__(self, storage: Storage, retry_policy: RetryPolicy = RETRIES) -> None:

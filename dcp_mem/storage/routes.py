@@ -19,13 +19,7 @@ def open_storage(
 ) -> RetryingStorage:
     """Return the storage under a root URL or absolute path.
 
-    Args:
-        url: What fsspec understands, or an absolute path.
-        storage_options: As fsspec takes them.
-        retry_policy: For how long requests are repeated.
-
-    Raises:
-        StorageRefused, StorageUnavailable: The storage can't be opened.
+    Raises StorageRefused, StorageUnavailable.
     """
     return RetryingStorage(_storage(url, _copied(storage_options)), retry_policy)
 

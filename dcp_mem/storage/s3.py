@@ -41,12 +41,7 @@ _CANT_COPY = {400, 403, 404, 405, 412, 416, 501}
 class S3Storage:
     """A bucket, or a prefix in it, by botocore.
 
-    Args:
-        url: The storage's root, such as `s3://bucket/prefix`.
-        storage_options: As s3fs takes them.
-
-    Raises:
-        NotThisRoute: Only s3fs itself can serve these options.
+    Raises NotThisRoute.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
@@ -308,17 +303,12 @@ class S3Storage:
 
 @dataclass(frozen=True, slots=True)
 class _Original:
-    """An object that may be copied from.
-
-    Attributes:
-        path: Its key in the bucket.
-        etag: Its ETag when it was stored; "" where the store didn't tell.
-        parts: ETags of its parts when they were stored: an MD5 of their bytes, unless the store
-            encrypts. For an object of one part its own.
-    """
+    """An object that may be copied from."""
 
     path: str
-    etag: str
+    etag: str  # its ETag when it was stored; "" where the store didn't tell
+    # ETags of its parts when they were stored: an MD5 of their bytes, unless the store encrypts.
+    # For an object of one part its own.
     parts: tuple[str, ...]
 
     def arguments(self, bucket: str) -> dict[str, Any]:
@@ -340,12 +330,7 @@ class _Original:
 class OnePart(Sending):
     """An upload of an object that has a single part: that is put, as the object.
 
-    Args:
-        client: Of the bucket.
-        path: The object's key in the bucket.
-        nbytes: Length of the object.
-        translator: Of the storage's errors.
-        source: Object with the same bytes, which may be copied; None for none.
+    `source`: object with the same bytes, which may be copied; None for none.
     """
 
     in_order = False
@@ -404,15 +389,11 @@ class OnePart(Sending):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part as storage has it.
-
-    Attributes:
-        crc32c: In base64; "" where the storage doesn't tell.
-    """
+    """A part as storage has it."""
 
     etag: str
     nbytes: int
-    crc32c: str
+    crc32c: str  # in base64; "" where the storage doesn't tell
 
 
 class Multipart(Sending):
@@ -421,14 +402,7 @@ class Multipart(Sending):
     Several processes may work on the same one, with the same bytes. Each keeps its own list of
     parts; a process that finds the upload finished by another one is done.
 
-    Args:
-        client: Of the bucket.
-        path: Name of the object.
-        nbytes: Its length.
-        begun: Id of the upload, and its parts that storage has.
-        translator: Of errors.
-        url: The storage's root.
-        source: Object whose parts may be copied; None for none.
+    `source`: object whose parts may be copied; None for none.
     """
 
     in_order = False

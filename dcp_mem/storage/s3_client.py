@@ -38,17 +38,8 @@ class S3Client:
     file system. What the environment and its files say is read once, here; botocore fetches
     credentials again that expire.
 
-    Args:
-        fs: An s3fs file system.
-        bucket: The bucket's name.
-
-    Attributes:
-        bucket: Its name.
-        sends_checksums: False where the user's configuration is for a storage that takes none.
-
-    Raises:
-        NotThisRoute: Only s3fs itself can serve these options.
-        Exception: What botocore raises.
+    `sends_checksums`: False where the user's configuration is for a storage that takes none. Raises
+    NotThisRoute, Exception.
     """
 
     def __init__(self, fs: Any, bucket: str) -> None:
@@ -74,23 +65,13 @@ class S3Client:
         weakref.finalize(self, client.close)
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """Return the answer to a request. Bodies are given as `Body`.
-
-        Args:
-            method: Name of the method of botocore's client, such as "put_object".
-            **arguments: Of the request, without the bucket.
-        """
+        """Return the answer to a request. Bodies are given as `Body`."""
         answer = getattr(self._client, method)(**self._arguments(method, arguments))
         self._direct.is_answered = True
         return answer
 
     def pages(self, method: str, **arguments: Any) -> Iterator[Any]:
-        """Yield the answers to a request for a list, page by page.
-
-        Args:
-            method: Name of the method of botocore's client, such as "list_objects_v2".
-            **arguments: Of the request, without the bucket.
-        """
+        """Yield the answers to a request for a list, page by page."""
         yield from self._client.get_paginator(method).paginate(**self._arguments(method, arguments))
         self._direct.is_answered = True
 
@@ -106,8 +87,7 @@ class S3Client:
 class Body(io.RawIOBase):
     """Memory, as the file that botocore wants. `read` copies nothing.
 
-    Args:
-        view: The bytes to send; must stay unchanged until the request is answered.
+    `view`: the bytes to send; must stay unchanged until the request is answered.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -141,8 +121,7 @@ class Body(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Copy into a buffer: botocore hashes that way where the AWS CRT is installed.
 
-        Args:
-            buffer: Takes as many bytes as it has room for.
+        `buffer`: takes as many bytes as it has room for.
         """
         piece = self.read(len(buffer))
         buffer[: len(piece)] = piece

@@ -30,9 +30,7 @@ class Snapshot:
 
     What isn't answered from there is asked of the storage.
 
-    Args:
-        storage: Of the job.
-        cache: Where small files are kept; None for nowhere.
+    `cache`: where small files are kept; None for nowhere.
     """
 
     def __init__(self, storage: Storage, cache: FileCache | None = None) -> None:
@@ -137,9 +135,6 @@ class FileCache:
     """Small files in a private directory, by the identity of their bytes.
 
     A file that can't be written or read is as good as none.
-
-    Args:
-        directory: Made with the first file.
     """
 
     def __init__(self, directory: str) -> None:
@@ -150,8 +145,7 @@ class FileCache:
     def get(self, identity: str) -> bytes | None:
         """Return the bytes; None where they aren't kept.
 
-        Args:
-            identity: Other for other bytes.
+        `identity`: other for other bytes.
         """
         try:
             return read_bytes(self._path(identity))
@@ -161,9 +155,7 @@ class FileCache:
     def put(self, identity: str, data: bytes) -> None:
         """Keep bytes.
 
-        Args:
-            identity: Other for other bytes.
-            data: The bytes.
+        `identity`: other for other bytes.
         """
         with contextlib.suppress(OSError, DcpMemError):
             for directory in (os.path.dirname(self._directory), self._directory):
@@ -188,9 +180,7 @@ class FileCache:
 def cache_under(memory_root: str, url: str) -> FileCache | None:
     """Return the cache of a job's storage under a memory root; None where there is no such root.
 
-    Args:
-        memory_root: Its path; only one that is this user's own is used.
-        url: Of the job's storage.
+    `memory_root`: its path; only one that is this user's own is used.
     """
     try:
         facts = os.lstat(memory_root)

@@ -15,13 +15,7 @@ def fill(stream: Any, buffers: Sequence[memoryview], nbytes: int) -> int:
     The connection is free for the next request if the body was read to its end, and closed
     otherwise.
 
-    Args:
-        stream: urllib3's.
-        buffers: To fill.
-        nbytes: Length of the body.
-
-    Returns:
-        How many bytes there were.
+    Returns how many bytes there were.
     """
     readinto = _readinto(stream)
     done, is_at_end = 0, False

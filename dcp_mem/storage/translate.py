@@ -116,11 +116,8 @@ _REFUSED_NAMES = {
 class Translator:
     """Turns what a storage's SDK raises into dcp_mem's errors.
 
-    Args:
-        url: The storage's root.
-        storage_options: Secrets in them are kept out of error texts.
-        files_are_objects: Whether FileNotFoundError stands for a missing object, as in fsspec. An
-            SDK that speaks HTTP raises it where a file with credentials is missing.
+    `files_are_objects`: whether FileNotFoundError stands for a missing object, as in fsspec. An SDK
+    that speaks HTTP raises it where a file with credentials is missing.
     """
 
     def __init__(
@@ -133,8 +130,7 @@ class Translator:
     def errors(self, key: str | None = None) -> Iterator[None]:
         """Translate what is raised inside.
 
-        Args:
-            key: What is missing where the storage says so; None: that is a refusal.
+        `key`: what is missing where the storage says so; None: that is a refusal.
         """
         try:
             yield
@@ -146,9 +142,7 @@ class Translator:
     def translated(self, error: Exception, key: str | None = None) -> DcpMemError:
         """Return the error that stands for an SDK's.
 
-        Args:
-            error: What the SDK has raised.
-            key: What is missing where the storage says so; None: that is a refusal.
+        `key`: what is missing where the storage says so; None: that is a refusal.
         """
         if says(error, *_NO_CONTAINER):
             return StorageRefused(self._url, _NO_CONTAINER_TEXT)
@@ -188,9 +182,8 @@ class Translator:
 def says(error: BaseException | None, *words: str) -> bool:
     """Return whether one of the words occurs in the error, or in one that led to it.
 
-    Args:
-        error: In None no word occurs.
-        *words: Looked for in the error's text as they are, capitals included.
+    `error`: in None no word occurs. `words`: looked for in the error's text as they are, capitals
+    included.
     """
     while error is not None:
         if any(word in str(error) for word in words):
@@ -202,8 +195,7 @@ def says(error: BaseException | None, *words: str) -> bool:
 def status_of(error: BaseException | None) -> int:
     """Return the HTTP status behind an error of botocore, azure-core or aiohttp; 0: none.
 
-    Args:
-        error: None counts as an error without a status.
+    `error`: None counts as an error without a status.
     """
     while error is not None:
         response = getattr(error, "response", None)

@@ -38,12 +38,7 @@ from dcp_mem.train_state.values import (
 
 
 class Optimizers:
-    """The optimizers of a model, whose parameters have names.
-
-    Args:
-        model: The model.
-        optimizers: In the order in which the user has given them.
-    """
+    """The optimizers of a model, whose parameters have names."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers

@@ -18,19 +18,14 @@ _LARGEST_BYTES = 4096
 def place(path: Path) -> None:
     """Put a placeholder at a path.
 
-    Args:
-        path: The file's. The last part of its directory is the checkpoint's tag.
+    `path`: the file's. The last part of its directory is the checkpoint's tag.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_TEXT.format(tag=path.parent.name))
 
 
 def has_content(path: Path) -> bool:
-    """Return whether DeepSpeed has saved a file itself: it is there, and is no placeholder.
-
-    Args:
-        path: The file's.
-    """
+    """Return whether DeepSpeed has saved a file itself: it is there, and is no placeholder."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

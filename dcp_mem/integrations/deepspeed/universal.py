@@ -50,11 +50,7 @@ _CONVERSION_SECONDS = 6 * 3600.0
 
 
 def saved_ranks(files: Sequence[str]) -> int:
-    """Return how many data-parallel ranks saved a checkpoint of ZeRO; 0 if ZeRO didn't save it.
-
-    Args:
-        files: Names of the checkpoint's files.
-    """
+    """Return how many data-parallel ranks saved a checkpoint of ZeRO; 0 if ZeRO didn't save it."""
     return len({match[1] for match in map(_OPTIMIZER.fullmatch, files) if match})
 
 
@@ -62,9 +58,6 @@ def unconvertible(files: Sequence[str]) -> list[str]:
     """Return the files of states that ranks don't share by data parallelism alone.
 
     They are those of experts, and of further tensor-parallel or pipeline ranks.
-
-    Args:
-        files: Names of the checkpoint's files.
     """
     states = [name for name in files if name.endswith("_states.pt")]
     return [name for name in states if not (_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name))]
@@ -73,11 +66,9 @@ def unconvertible(files: Sequence[str]) -> list[str]:
 class UniversalLoads:
     """Loads a DeepSpeed engine's checkpoints, whatever the number of ranks that saved them.
 
-    Args:
-        engine: What `deepspeed.initialize` returned.
-        tag_of: Returns dcp_mem's tag for a directory and a tag of DeepSpeed's.
-        shared_dir: A directory that all nodes see, where rank 0 converts for all; None has each
-            node convert in its directory for temporary files.
+    `tag_of`: returns dcp_mem's tag for a directory and a tag of DeepSpeed's. `shared_dir`: a
+    directory that all nodes see, where rank 0 converts for all; None has each node convert in its
+    directory for temporary files.
     """
 
     def __init__(
@@ -95,14 +86,8 @@ class UniversalLoads:
     ) -> Any:
         """Load a checkpoint as DeepSpeed's `load_checkpoint` does. Call this on all ranks.
 
-        Args:
-            load_dir: DeepSpeed's directory.
-            tag: DeepSpeed's tag; None for the one in the directory's file `latest`.
-            *args: As DeepSpeed's.
-            **kwargs: As DeepSpeed's.
-
-        Raises:
-            ConfigError: Another number of ranks saved it, and DeepSpeed can't convert it.
+        `tag`: DeepSpeed's tag; None for the one in the directory's file `latest`. Raises
+        ConfigError.
         """
         tag = _latest(load_dir) if tag is None else str(tag)
         if (
@@ -237,8 +222,7 @@ def _place(settings: Settings, shared_dir: str | os.PathLike[str] | None) -> Pat
 def _convert(tag: str, files: Sequence[str], source: Path, target: Path) -> None:
     """Write a checkpoint's files, and have DeepSpeed convert them.
 
-    Raises:
-        ConfigError: DeepSpeed can't convert them, or there is no room.
+    Raises ConfigError.
     """
     source.mkdir()
     target.mkdir(parents=True)

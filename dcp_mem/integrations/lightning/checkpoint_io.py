@@ -375,9 +375,7 @@ def _newest(reader: MemoryStorageReader) -> tuple[str, bool]:
     That is one with optimizers; if none has any, the newest. The name is "" if there is no
     checkpoint.
 
-    Raises:
-        NoRecoverableCheckpoint: There are checkpoints and none is whole. (Training must not start
-            from nothing over them.)
+    Raises NoRecoverableCheckpoint.
     """
     found = reader.recoverable()
     for name in found:

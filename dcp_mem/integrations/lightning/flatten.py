@@ -32,10 +32,8 @@ def split(checkpoint: Mapping[str, Any], wanted: Wanted = lambda path: True) -> 
     What `join` makes of it is the same to the bit, whatever the keys are. The checkpoint itself
     isn't changed.
 
-    Args:
-        checkpoint: Lightning's.
-        wanted: Tells by its path whether a tensor is split off; others stay in the rest, as do
-            tensors of which two would have the same name.
+    `wanted`: tells by its path whether a tensor is split off; others stay in the rest, as do
+    tensors of which two would have the same name.
     """
     tensors = dict[Path, torch.Tensor]()
     rest = _without_tensors(dict(checkpoint), (), tensors, wanted, set())
@@ -53,10 +51,7 @@ def entries_of(
 ) -> dict[str, Any]:
     """Return the entries of a state dict besides the tensors.
 
-    Args:
-        rest: The checkpoint without the tensors.
-        paths: Where the tensors belong in it.
-        optimizers: None where weights alone are saved.
+    `optimizers`: None where weights alone are saved.
     """
     # A tuple is one item for DCP, whatever is in it.
     state: dict[str, Any] = {REST: (rest, list(paths))}
@@ -64,11 +59,7 @@ def entries_of(
 
 
 def join(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Join what `split` has split; return the checkpoint.
-
-    Args:
-        state: What `split` returned, filled by a load.
-    """
+    """Join what `split` has split; return the checkpoint."""
     rest, paths = state[REST]
     for path in paths:
         *parents, last = path

@@ -22,11 +22,7 @@ _FIRST = ".:-"
 
 
 def directory_of(job: str) -> str:
-    """Return the address of a `MemoryCheckpoint` without a dirpath.
-
-    Args:
-        job: The job's name.
-    """
+    """Return the address of a `MemoryCheckpoint` without a dirpath."""
     return f"{PROTOCOL}://job/{job}"
 
 
@@ -35,10 +31,6 @@ def name_of(path: str | os.PathLike[str], root: str | None) -> str:
 
     What lies under the job's root is named as it is there, with slashes as %2F. From elsewhere two
     files of one name may come: such a name ends in "@" and a checksum of its directory.
-
-    Args:
-        path: Lightning's path or address.
-        root: The job's root on storage, as `dcp_mem.config.root_url` returns it.
     """
     text = os.fspath(path)
     protocol, separator, rest = text.partition("://")
@@ -57,20 +49,12 @@ def name_of(path: str | os.PathLike[str], root: str | None) -> str:
 
 
 def is_local(path: str | os.PathLike[str]) -> bool:
-    """Tell whether this is a path of the machine's file system, and no URL.
-
-    Args:
-        path: A path or a URL.
-    """
+    """Tell whether this is a path of the machine's file system, and no URL."""
     return "://" not in os.fspath(path)
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Tell whether this is a file, as Lightning itself writes them; ours are directories.
-
-    Args:
-        path: A path or a URL.
-    """
+    """Tell whether this is a file, as Lightning itself writes them; ours are directories."""
     return is_local(path) and os.path.isfile(path)
 
 

@@ -55,8 +55,7 @@ UNKNOWN_OBJECTS = frozenset({COMMON} if COMMON_IS_SHARDED else {COMMON, MEGATRON
 def common_object(directory: str | os.PathLike[str]) -> ShardedObject | None:
     """Return a directory's `common.pt` as an object that Megatron's loader ignores.
 
-    Args:
-        directory: Where Megatron has written `common.pt`; None is returned if it hasn't.
+    `directory`: where Megatron has written `common.pt`; None is returned if it hasn't.
     """
     try:
         data = bytearray(Path(directory, COMMON_STATE_FNAME).read_bytes())
@@ -70,10 +69,6 @@ def put_common_file(state: Any, directory: str | os.PathLike[str]) -> None:
 
     There Megatron finds it before the shards are flushed, and releases before 0.19 do. A state that
     `torch.load` would refuse is left to the shards.
-
-    Args:
-        state: Whatever Megatron has put among the shards.
-        directory: The checkpoint's directory.
     """
     put_beside(os.fspath(directory), {COMMON_STATE_FNAME: _file(state)})
 
@@ -92,14 +87,9 @@ def _file(state: Any) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """The common state of a checkpoint, as it was saved.
+    """The common state of a checkpoint, as it was saved."""
 
-    Attributes:
-        data: The bytes of `common.pt`, or of the object among the shards.
-        is_sharded: Whether it is the object's.
-    """
-
-    data: bytes
+    data: bytes  # the bytes of `common.pt`, or of the object among the shards
     is_sharded: bool
 
     def file(self) -> bytes | None:
@@ -129,13 +119,7 @@ class _AsSaved(LocalLoadPlanner):
 def load_common(reader: MemoryStorageReader, name: str) -> Common | None:
     """Load the common state of a checkpoint on all ranks; None if it has none.
 
-    Args:
-        reader: The reader of the checkpoint's root.
-        name: The checkpoint's name.
-
-    Raises:
-        CheckpointNotFound: There is no such checkpoint.
-        DcpMemError: The entry holds something else.
+    Raises CheckpointNotFound, DcpMemError.
     """
     found: dict[str, Any] = {COMMON: None, MEGATRONS_COMMON: None}
     functional.load_or_raise_cause(
@@ -162,12 +146,7 @@ def load_common(reader: MemoryStorageReader, name: str) -> Common | None:
 def stand_in(name: str, common: Common) -> Iterator[str]:
     """Make a temporary directory of that name, with the files that Megatron's loading looks for.
 
-    Args:
-        name: The checkpoint's name under its root.
-        common: Its common state.
-
-    Raises:
-        DcpMemError: The installed Megatron can't read the common state.
+    Raises DcpMemError.
     """
     with tempfile.TemporaryDirectory(prefix="dcp_mem-megatron-") as parent:
         directory = make_directory(parent, name)
@@ -193,12 +172,7 @@ def _put_shard(directory: str, data: bytes) -> None:
 
 
 def make_directory(parent: str, name: str) -> str:
-    """Make a directory in another one; return its path.
-
-    Args:
-        parent: Where to make it.
-        name: The directory's name.
-    """
+    """Make a directory in another one; return its path."""
     directory = os.path.join(parent, name)
     os.mkdir(directory)
     return directory
@@ -207,9 +181,7 @@ def make_directory(parent: str, name: str) -> str:
 def files_beside(stand_in: str, common: Common | None = None) -> dict[str, bytes | None]:
     """Return the two files that Megatron's own tools look for in a checkpoint's directory.
 
-    Args:
-        stand_in: Directory that Megatron has saved to, or that stands in for a load.
-        common: The loaded common state, in the latter case.
+    `stand_in`: directory that Megatron has saved to, or that stands in for a load.
     """
     common_file = Path(stand_in, COMMON_STATE_FNAME)
     saved = common_file.read_bytes() if common_file.exists() else None
@@ -227,10 +199,7 @@ def put_beside(
 
     The checkpoint is complete without them, so what goes wrong is logged.
 
-    Args:
-        directory: The checkpoint's directory.
-        files: What they hold, by name, in order; None for one that is to be removed.
-        missing_only: Leave files alone that are there.
+    `files`: what they hold, by name, in order; None for one that is to be removed.
     """
     if not os.path.isdir(directory) or (
         missing_only and os.path.exists(os.path.join(directory, CONFIG_FNAME))

@@ -35,8 +35,7 @@ RANGE = "megatron-core>={},<{}".format(*TESTED["megatron-core"])
 def telling_the_release() -> Iterator[None]:
     """Name the release in an ImportError of the block, where it isn't one that the tests ran with.
 
-    Raises:
-        ImportError: Megatron lacks a name.
+    Raises ImportError.
     """
     try:
         yield
@@ -66,9 +65,7 @@ MEGATRONS_COMMON: str = ShardedObject("common_state", None, (1,), (0,)).unique_k
 def check_release() -> None:
     """Refuse a megatron-core that can't work.
 
-    Raises:
-        ConfigError: It is older than 0.16, which cut the optimizer's tensors into flat pieces;
-            loads in other shapes would have to know of them.
+    Raises ConfigError.
     """
     if RELEASE < OLDEST:
         raise ConfigError(
@@ -79,12 +76,7 @@ def check_release() -> None:
 def load_arguments(*args: Any, **options: Any) -> dict[str, Any]:
     """Return the arguments of `dist_checkpointing.load` by name.
 
-    Args:
-        *args: As given to it.
-        **options: As given to it.
-
-    Raises:
-        TypeError: This release has no such argument.
+    Raises TypeError.
     """
     return inspect.signature(dist_checkpointing.load).bind(*args, **options).arguments
 
@@ -92,9 +84,8 @@ def load_arguments(*args: Any, **options: Any) -> dict[str, Any]:
 def done_request(async_strategy: str) -> AsyncRequest:
     """Return a request of an async save in which nothing is left to write.
 
-    Args:
-        async_strategy: Whose queue it goes through: "mcore", or "nvrx" for nvidia-resiliency-ext.
-            Without that package it is Megatron's, though `save` asks for "nvrx" by default.
+    `async_strategy`: whose queue it goes through: "mcore", or "nvrx" for nvidia-resiliency-ext.
+    Without that package it is Megatron's, though `save` asks for "nvrx" by default.
     """
     kind = AsyncRequest
     try:
@@ -110,9 +101,7 @@ def done_request(async_strategy: str) -> AsyncRequest:
 def load_planner(strategy: TorchDistLoadShardedStrategy, **options: Any) -> MCoreLoadPlanner:
     """Return a planner for a load strategy.
 
-    Args:
-        strategy: Which may say that FP8 tensors become others one by one.
-        **options: Arguments of the planner that all releases know.
+    `strategy`: which may say that FP8 tensors become others one by one.
     """
     if hasattr(strategy, "stream_ckpt_dequant"):
         options["stream_ckpt_dequant"] = strategy.stream_ckpt_dequant

@@ -55,12 +55,7 @@ class MegatronCheckpointNotFound(CheckpointNotFound, CheckpointingException):  #
 
 
 def not_found(error: CheckpointNotFound, checkpoint_dir: Directory) -> MegatronCheckpointNotFound:
-    """Return the error as Megatron's, with what Megatron says of such a directory as a reason.
-
-    Args:
-        error: From a load.
-        checkpoint_dir: The checkpoint's directory, as Megatron names it.
-    """
+    """Return the error as Megatron's, with what Megatron says of such a directory as a reason."""
     directory, reasons = os.fspath(checkpoint_dir), list(error.reasons)
     if "://" not in directory:
         if not os.path.isdir(directory):
@@ -74,11 +69,7 @@ def not_found(error: CheckpointNotFound, checkpoint_dir: Directory) -> MegatronC
 def not_found_as_megatrons(checkpoint_dir: Directory) -> Iterator[None]:
     """Raise a CheckpointNotFound of the block as one that is a CheckpointingException, too.
 
-    Args:
-        checkpoint_dir: The checkpoint's directory, as Megatron names it.
-
-    Raises:
-        MegatronCheckpointNotFound: There is no such checkpoint.
+    Raises MegatronCheckpointNotFound.
     """
     try:
         yield
@@ -281,19 +272,11 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 def name_of(checkpoint_dir: Directory) -> str:
-    """Return a checkpoint's name under its root: the last part of Megatron's directory.
-
-    Args:
-        checkpoint_dir: With or without a slash at the end.
-    """
+    """Return a checkpoint's name under its root: the last part of Megatron's directory."""
     return os.path.basename(os.fspath(checkpoint_dir).rstrip("/"))
 
 
 def iteration_of(name: str) -> int | None:
-    """Return the iteration in a checkpoint's name; None if there is none.
-
-    Args:
-        name: Megatron-LM's name for a checkpoint, such as iter_0000100.
-    """
+    """Return the iteration in a checkpoint's name; None if there is none."""
     match = _ITERATION.fullmatch(name)
     return int(match[1]) if match else None

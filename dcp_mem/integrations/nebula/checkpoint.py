@@ -212,12 +212,7 @@ def save_alone(
 ) -> None:
     """Save a checkpoint of one file, which this rank completes alone.
 
-    Args:
-        tag: The checkpoint's name.
-        name: The file's name.
-        obj: Anything that can be pickled.
-        is_best: Flush it to storage, however recently storage got another one.
-        persist_path: The root of another job than the one that `init` has set.
+    `persist_path`: the root of another job than the one that `init` has set.
     """
     run = run_elsewhere(persist_path)
     _saved_alone[tag] = run.settings.url
@@ -235,22 +230,14 @@ def save_alone(
 def saved_alone(tag: str) -> str | None:
     """Return the root under which this process has saved a checkpoint by `save_alone`.
 
-    Args:
-        tag: The checkpoint's.
-
-    Returns:
-        None for the run's own root, and where this process has saved none of that tag.
+    Returns None for the run's own root, and where this process has saved none of that tag.
     """
     url = _saved_alone.get(tag)
     return None if url == current().settings.url else url
 
 
 def remove_alone(tag: str) -> None:
-    """Begin to remove a checkpoint from this node's memory and from storage; see `Removals.begin`.
-
-    Args:
-        tag: The checkpoint's tag, which is its name.
-    """
+    """Begin to remove a checkpoint from this node's memory and storage; see `Removals.begin`."""
     run = run_elsewhere(saved_alone(tag))
     run.removals.begin(checkpoint_name(run.settings.url, tag), from_storage=True)
 

@@ -43,10 +43,9 @@ _MOST_KNOWN = 1000
 class Due(Enum):
     """The part of a checkpoint that is about to complete it.
 
-    Attributes:
-        WAITING: Files that waited for the others; they are all that the checkpoint has.
-        FILE: A file that completes it at once; what the checkpoint has in memory stays in it.
-        FURTHER: As FILE, of a checkpoint that is complete already, and must not lose anything.
+    `WAITING`: files that waited for the others; they are all that the checkpoint has. `FILE`: a
+    file that completes it at once; what the checkpoint has in memory stays in it. `FURTHER`: as
+    FILE, of a checkpoint that is complete already, and must not lose anything.
     """
 
     WAITING = "waiting"
@@ -207,11 +206,7 @@ class _Files:
 
 
 class SoloCompletion:
-    """Completes checkpoints of one process, without any other.
-
-    Args:
-        writer: The writer whose checkpoints are completed.
-    """
+    """Completes checkpoints of one process, without any other."""
 
     def __init__(self, writer: MemoryStorageWriter) -> None:
         self.peers: Peers | None = None
@@ -251,11 +246,7 @@ class SoloCompletion:
 
 
 class JointCompletion:
-    """Completes checkpoints of all ranks, each in the thread of every rank that reads notices.
-
-    Args:
-        writer: The writer whose checkpoints are completed.
-    """
+    """Completes checkpoints of all ranks, each in the thread of every rank that reads notices."""
 
     def __init__(self, writer: MemoryStorageWriter) -> None:
         self._files = _Files(writer, dist.get_rank(), is_alone=False)

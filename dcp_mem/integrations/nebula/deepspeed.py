@@ -39,13 +39,8 @@ class NebulaDeepspeedStrategy(_Base):  # type: ignore[misc]
     ) -> None:
         """Make the strategy.
 
-        Args:
-            *args: As in DeepSpeedStrategy. The section "nebula" of `config` gives what the
-                arguments below leave out; with "enabled": false, DeepSpeed saves as without it.
-            persistent_storage_path: As in `init`.
-            persistent_time_interval: As in `init`.
-            num_of_version_in_retention: As in `init`.
-            **kwargs: As in DeepSpeedStrategy.
+        `args`: as in DeepSpeedStrategy. The section "nebula" of `config` gives what the arguments
+        below leave out; with "enabled": false, DeepSpeed saves as without it.
         """
         super().__init__(*args, **kwargs)
         given = (persistent_storage_path, persistent_time_interval, num_of_version_in_retention)
@@ -61,25 +56,13 @@ class NebulaDeepspeedStrategy(_Base):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Save through DeepSpeed, with the files in memory.
-
-        Args:
-            checkpoint: What Lightning keeps beside DeepSpeed's state.
-            filepath: The directory that DeepSpeed would write.
-            storage_options: Handed on to Lightning.
-        """
+        """Save through DeepSpeed, with the files in memory."""
         if self._uses_memory:
             self._use_memory().saves_in = os.fspath(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load through DeepSpeed, from memory where the checkpoint is there.
-
-        Args:
-            checkpoint_path: The directory that DeepSpeed would read.
-            *args: Handed on to Lightning.
-            **kwargs: Handed on to Lightning.
-        """
+        """Load through DeepSpeed, from memory where the checkpoint is there."""
         if self._uses_memory:
             self._use_memory()
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)

@@ -39,13 +39,7 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Save a whole checkpoint from this rank alone, under the path's last part.
-
-        Args:
-            checkpoint: Lightning's checkpoint of the whole model.
-            path: Its last part is the checkpoint's tag.
-            storage_options: May have `is_best` and `persist_path`.
-        """
+        """Save a whole checkpoint from this rank alone, under the path's last part."""
         self._ending.begin()
         options = _checked(storage_options)
         is_best = bool(options.get("is_best", False))
@@ -58,14 +52,9 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
     ) -> dict[str, Any]:
         """Load a checkpoint.
 
-        Args:
-            path: One that was saved to, under the root of `init` or another; or that
-                `get_latest_checkpoint_path` has returned; or of a file that Lightning itself wrote.
-            map_location: As in torch.load.
-            weights_only: As in torch.load.
-
-        Raises:
-            CheckpointNotFound: There is none of that name.
+        `path`: one that was saved to, under the root of `init` or another; or that
+        `get_latest_checkpoint_path` has returned; or of a file that Lightning itself wrote. Raises
+        CheckpointNotFound.
         """
         self._ending.begin()
         text, is_restricted = str(path), bool(weights_only)
@@ -84,9 +73,6 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
         """Remove the checkpoint from this node's memory and from storage, behind training.
 
         The newest checkpoint on storage stays there until storage has a newer one.
-
-        Args:
-            path: Its last part is the checkpoint's tag.
         """
         remove_alone(os.path.basename(str(path)))
 
@@ -101,14 +87,8 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
 class NebulaCallback(*class_of_each("pytorch.callbacks", "ModelCheckpoint")):  # type: ignore[misc]
     """ModelCheckpoint that flushes the newest checkpoint to storage when training ends.
 
-    Args:
-        *args: As in ModelCheckpoint.
-        config_params: The arguments of `init`, by name, which is called with them; None where the
-            script calls it.
-        **kwargs: As in ModelCheckpoint.
-
-    Raises:
-        ConfigError: A value of config_params makes no sense.
+    `config_params`: the arguments of `init`, by name, which is called with them; None where the
+    script calls it. Raises ConfigError.
     """
 
     def __init__(

@@ -30,15 +30,7 @@ def local_file(save_id: str, item: str, tag: str, name: str, data: memoryview) -
     The path ends in "<tag>/<name>". The file stays until this process ends, or makes a file of
     another checkpoint.
 
-    Args:
-        save_id: Of the save that made the checkpoint.
-        item: What the file is called in the checkpoint, alone among its ranks.
-        tag: The checkpoint's.
-        name: What the ranks call the file.
-        data: Its bytes.
-
-    Raises:
-        OSError: There is no room, or no right to write.
+    `item`: what the file is called in the checkpoint, alone among its ranks. Raises OSError.
     """
     with _guard:
         root = Path(private_directory(str(_root())))
@@ -60,11 +52,7 @@ def local_file(save_id: str, item: str, tag: str, name: str, data: memoryview) -
 
 
 def is_local_file(path: str) -> bool:
-    """Return whether `local_file` has made the file of this path, and it is still there.
-
-    Args:
-        path: Any path.
-    """
+    """Return whether `local_file` has made the file of this path, and it is still there."""
     return Path(path).is_relative_to(_root()) and os.path.isfile(path)
 
 

@@ -26,12 +26,7 @@ _PACKAGES = sorted(
 def class_of_each(module: str, name: str) -> list[Any]:
     """Return the class of each package that is installed, the script's own first.
 
-    Args:
-        module: Where the class is, such as "pytorch.callbacks".
-        name: The class.
-
-    Raises:
-        ImportError: No package is installed.
+    Raises ImportError.
     """
     if not _PACKAGES:
         raise ImportError("Lightning is missing: pip install lightning")

@@ -44,12 +44,7 @@ _NO_RANK = "nobody"
 
 
 class Peers:
-    """One rank's part in asking other nodes, and in answering for its own.
-
-    Args:
-        settings: The job's.
-        notices: By which the ranks ask each other.
-    """
+    """One rank's part in asking other nodes, and in answering for its own."""
 
     def __init__(self, settings: Settings, notices: Notices) -> None:
         self._settings, self._notices = settings, notices
@@ -65,12 +60,8 @@ class Peers:
 
         They are surveyed once; all ranks get the same.
 
-        Returns:
-            By save id; None for a checkpoint that the nodes don't have all segments of.
-
-        Raises:
-            RankFailed: The store is gone, or silent.
-            DcpMemError: The rank that surveys is gone.
+        Returns by save id; None for a checkpoint that the nodes don't have all segments of. Raises
+        RankFailed, DcpMemError.
         """
         with self._guard:
             if self._surveyed is None:
@@ -99,12 +90,7 @@ class Peers:
     def describe(self, checkpoint: CheckpointStatus) -> Description | None:
         """Return what a checkpoint consists of, as another node knows it; None if no node does.
 
-        Args:
-            checkpoint: As a survey of the nodes has found it.
-
-        Raises:
-            RankFailed: The store is gone, or silent.
-            ManifestInvalid: The description is damaged.
+        Raises RankFailed, ManifestInvalid.
         """
         what = f"description of {checkpoint.save_id}"
         answer = self._ask(what, {"kind": "describe", **_identity(checkpoint)})
@@ -118,15 +104,7 @@ class Peers:
     ) -> memoryview | None:
         """Return bytes of a segment from another node's memory; None if no node sends them.
 
-        Args:
-            checkpoint: The segment's checkpoint.
-            file: The segment.
-            offset: Where the bytes begin.
-            nbytes: How many they are.
-
-        Raises:
-            RankFailed: The store is gone, or silent.
-            SegmentCorrupt: The bytes are damaged each time that they are sent.
+        `offset`: where the bytes begin. Raises RankFailed, SegmentCorrupt.
         """
         token, data = uuid.uuid4().hex[:12], memoryview(bytearray(nbytes))
         extent = {"file": file, "offset": offset, "nbytes": nbytes, "receiver": self._ranks.rank}
@@ -174,8 +152,7 @@ class Peers:
 
         Errors are logged: the rank that asked goes on without an answer.
 
-        Args:
-            request: Its "kind" is survey, describe or fetch; the rest depends on that.
+        `request`: its "kind" is survey, describe or fetch; the rest depends on that.
         """
         acts: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "survey": self._answer_survey,

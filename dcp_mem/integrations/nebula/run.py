@@ -29,11 +29,7 @@ class _Writer(MemoryStorageWriter):
 
 
 class Run:
-    """A job as `init` has described it. It takes hold of the job's memory with the first save.
-
-    Args:
-        options: Keyword arguments of `MemoryStorageWriter`.
-    """
+    """A job as `init` has described it. It takes hold of the job's memory with the first save."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -52,8 +48,7 @@ class Run:
     def completing(self) -> Completion:
         """The completion of the run's checkpoints.
 
-        Raises:
-            ConfigError: The job has several ranks, and torch.distributed isn't initialised.
+        Raises ConfigError.
         """
         if self._completing is None:
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -75,8 +70,7 @@ class Run:
     def settings_for(self, persist_path: str | os.PathLike[str] | None) -> Settings:
         """Return the settings of this run's job, or of another path's job, which is only read.
 
-        Args:
-            persist_path: Another root on storage; None for the job's own.
+        `persist_path`: another root on storage; None for the job's own.
         """
         if persist_path is None:
             return self.settings
@@ -92,8 +86,7 @@ class Run:
     def end_removals(self, *, keep_newest: bool) -> None:
         """Try once more to remove what is left to be removed.
 
-        Args:
-            keep_newest: Leave the newest checkpoint on storage. Under other paths it stays anyway.
+        `keep_newest`: leave the newest checkpoint on storage. Under other paths it stays anyway.
         """
         self.removals.close(keep_newest=keep_newest)
         for run in self.elsewhere.values():
@@ -109,8 +102,7 @@ class Run:
     def shut_down(self) -> None:
         """Stop completing checkpoints, and wait until storage has what it should have.
 
-        Raises:
-            FlushFailed: Storage refuses; the checkpoints stay in memory.
+        Raises FlushFailed.
         """
         self.close()
         with ExitStack() as closing:  # all of them, whatever one raises
@@ -178,8 +170,7 @@ def shut_down() -> None:
 
     From here on there is no run until `init` is called again.
 
-    Raises:
-        FlushFailed: Storage refuses; the checkpoints stay in memory.
+    Raises FlushFailed.
     """
     global _run
     run, _run = _run, None
@@ -196,8 +187,7 @@ def join() -> None:
 def current() -> Run:
     """Return the run that `init` has set, or the one that the environment describes.
 
-    Raises:
-        ConfigError: Neither does.
+    Raises ConfigError.
     """
     if _run is None:
         if not os.environ.get("NEBULA_PERSISTENT_STORAGE_PATH"):
@@ -213,8 +203,7 @@ def current() -> Run:
 def run_elsewhere(persist_path: str | os.PathLike[str] | None) -> Run:
     """Return the current run, or one with another path, which is kept for later saves there.
 
-    Args:
-        persist_path: Another root on storage; None for the run's own.
+    `persist_path`: another root on storage; None for the run's own.
     """
     run = current()
     url = root_url(persist_path)
@@ -228,8 +217,7 @@ def run_elsewhere(persist_path: str | os.PathLike[str] | None) -> Run:
 def run_for(persist_path: str | os.PathLike[str] | None) -> Run:
     """Return the current run; without one, a run for readers of `persist_path`.
 
-    Args:
-        persist_path: The root to read from; None for the current run's.
+    `persist_path`: the root to read from; None for the current run's.
     """
     if _run is None and persist_path is not None:
         return Run({"path": persist_path})

@@ -41,10 +41,7 @@ class Place:
 class LeasedFiles:
     """The files of one checkpoint, in this node's memory or on storage; leased until closed.
 
-    Attributes:
-        checkpoint: From the inventory.
-        users: How many use it at the moment.
-        places: Where each file lies.
+    `users`: how many use it at the moment.
     """
 
     def __init__(
@@ -52,13 +49,7 @@ class LeasedFiles:
     ) -> None:
         """Open what there is of it.
 
-        Args:
-            settings: The job's.
-            storage: The job's; None where it has none.
-            checkpoint: From the inventory.
-
-        Raises:
-            SegmentCorrupt: What describes it is damaged wherever it lies.
+        `storage`: the job's; None where it has none. Raises SegmentCorrupt.
         """
         self.checkpoint, self.users = checkpoint, 0
         self._resources = ExitStack()
@@ -95,11 +86,7 @@ class LeasedFiles:
     def open(self, file: str) -> FileOfCheckpoint:
         """Open a file for reading at any place; bytes are compared with their checksums.
 
-        Args:
-            file: One of `places`.
-
-        Raises:
-            SegmentCorrupt: No place that can be reached has it.
+        Raises SegmentCorrupt.
         """
         place = self.places[file]
         reads: list[Callable[[int, memoryview], None]] = []
@@ -125,13 +112,7 @@ class LeasedFiles:
 def found(settings: Settings, storage: Storage | None, name: str) -> CheckpointStatus | None:
     """Return the newest whole checkpoint of that name; None where there is none.
 
-    Args:
-        settings: The job's.
-        storage: The job's; None where it has none.
-        name: The checkpoint's.
-
-    Raises:
-        StorageUnavailable, StorageRefused: Storage can't be read, and memory hasn't the checkpoint.
+    `storage`: the job's; None where it has none. Raises StorageUnavailable, StorageRefused.
     """
     local = [one for one in inventory.in_memory(settings) if one.name == name]
     known = local
@@ -149,29 +130,20 @@ def counts(one: CheckpointStatus) -> bool:
     """Return whether all ranks saved it, and nothing is known to keep it from being read.
 
     A rejected one can be read by its name.
-
-    Args:
-        one: From the inventory.
     """
     is_readable = MEMORY in one.places or not one.problem
     return is_readable and one.scope == names.COLLECTIVE and not one.is_foreign
 
 
 def may_be_resumed_from(one: CheckpointStatus) -> bool:
-    """Return whether it counts, and nobody has rejected it.
-
-    Args:
-        one: From the inventory.
-    """
+    """Return whether it counts, and nobody has rejected it."""
     return counts(one) and not one.rejected
 
 
 class FileOfCheckpoint(io.RawIOBase):
     """A file, read from the first place that has it undamaged.
 
-    Attributes:
-        nbytes: Of the file.
-        on_close: Called when it is closed.
+    `on_close`: called when it is closed.
     """
 
     def __init__(self, reads: list[Callable[[int, memoryview], None]], nbytes: int) -> None:

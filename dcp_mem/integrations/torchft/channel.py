@@ -16,24 +16,14 @@ from dcp_mem.integrations.torchft.talk import Talk
 
 
 def served(host: str) -> dist.TCPStore:
-    """Return a new store, which this process serves.
-
-    Args:
-        host: The address at which others reach this process.
-    """
+    """Return a new store, which this process serves."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 def joined(host: str, port: int, seconds: float) -> dist.TCPStore:
     """Return a connection to the store of another replica.
 
-    Args:
-        host: Where it is served.
-        port: Likewise.
-        seconds: How long connecting may take.
-
-    Raises:
-        RuntimeError: The store doesn't answer.
+    Raises RuntimeError.
     """
     timeout = timedelta(seconds=seconds)
     return TimedCalls(seconds).do(
@@ -44,15 +34,7 @@ def joined(host: str, port: int, seconds: float) -> dist.TCPStore:
 def met(store: dist.Store, name: str, talk: Talk, transport: str, *, is_sender: bool) -> Channel:
     """Return this end of a new channel to the peer.
 
-    Args:
-        store: A connection to the store, which nothing else waits on.
-        name: Of the channel, in the store.
-        talk: With the peer.
-        transport: As in `Settings.transport`; the same at both ends.
-        is_sender: Whether this end has the state.
-
-    Raises:
-        RuntimeError: The peer doesn't come, or is gone.
+    Raises RuntimeError.
     """
     pair = Pair(
         store=dist.PrefixStore(name, store), is_sender=is_sender, seconds=talk.seconds_left()

@@ -24,15 +24,10 @@ from dcp_mem.planning.plain_tensors import PLAIN
 
 
 class Place(NamedTuple):
-    """Stands for a tensor in a structure.
-
-    Attributes:
-        number: Of the tensor.
-        spec: How a DTensor, whose part on this rank the tensor is, is sharded; else None.
-    """
+    """Stands for a tensor in a structure."""
 
     number: int
-    spec: Any
+    spec: Any  # how a DTensor, whose part on this rank the tensor is, is sharded; else None
 
 
 torch.serialization.add_safe_globals([Place])
@@ -40,14 +35,10 @@ torch.serialization.add_safe_globals([Place])
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A state dict, taken apart.
-
-    Attributes:
-        structure: As bytes.
-        tensors: Dense ones, on any device; they share memory with the state dict.
-    """
+    """A state dict, taken apart."""
 
     structure: bytes
+    # dense ones, on any device; they share memory with the state dict
     tensors: Sequence[torch.Tensor]
 
 
@@ -66,11 +57,7 @@ class Kind(NamedTuple):
 def taken_apart(state: Any) -> Parts:
     """Take a state dict apart.
 
-    Args:
-        state: Nested containers of tensors and of what can be pickled.
-
-    Raises:
-        DcpMemError: Something in it can't be pickled, or is a tensor without data.
+    Raises DcpMemError.
     """
     tensors: list[torch.Tensor] = []
     numbers: dict[int, int] = {}  # a tensor that occurs twice is sent once
@@ -109,12 +96,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def unpickled(structure: bytes, *, weights_only: bool) -> tuple[Any, list[Kind]]:
     """Return a structure, and the kinds of the tensors that belong to it.
 
-    Args:
-        structure: As `taken_apart` has made it.
-        weights_only: As in `torch.load`.
-
-    Raises:
-        UntrustedObject: It has more in it than `weights_only` admits.
+    Raises UntrustedObject.
     """
     try:
         state, kinds = torch.load(
@@ -128,12 +110,7 @@ def unpickled(structure: bytes, *, weights_only: bool) -> tuple[Any, list[Kind]]
 
 
 def put_together(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the state dict of a structure.
-
-    Args:
-        structure: As `unpickled` returned it.
-        tensors: All that belong to it, by number.
-    """
+    """Return the state dict of a structure."""
 
     def tensor_at(place: Place) -> torch.Tensor:
         tensor = tensors[place.number]
@@ -149,11 +126,7 @@ def put_together(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def offsets_of(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each tensor lies, and the bytes of all of them.
-
-    Args:
-        lengths: Bytes of each tensor.
-    """
+    """Return where each tensor lies, and the bytes of all of them."""
     offsets, end = [], 0
     for nbytes in lengths:
         offsets.append(end)

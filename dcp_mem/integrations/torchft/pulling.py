@@ -38,19 +38,8 @@ def pulled(
     3. On the same machine: open the other replica's slot, and read it against its checksums.
        Elsewhere: receive its bytes over a channel.
 
-    Args:
-        metadata: Of the other replica's transport.
-        step: The step.
-        seconds: How long all of this may take.
-        transport: What moves bytes between nodes, as in `Settings.transport`.
-        weights_only: Whether to unpickle with `torch.load`'s restrictions.
-        peer: Names the other replica in errors.
-
-    Raises:
-        WaitTimeout: The other replica hasn't staged that step in time, or is too slow.
-        SegmentCorrupt: Its bytes are damaged.
-        UntrustedObject: The state has more in it than `weights_only` admits.
-        DcpMemError: The other replica is gone, or refuses.
+    `transport`: what moves bytes between nodes, as in `Settings.transport`. Raises WaitTimeout,
+    SegmentCorrupt, UntrustedObject, DcpMemError.
     """
     deadline = time.monotonic() + seconds
     try:

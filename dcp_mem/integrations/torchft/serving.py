@@ -37,11 +37,8 @@ _LOOK_SECONDS = 0.05
 class Server:
     """Gives the newest staged state to the replicas that ask for it.
 
-    Args:
-        transport: What moves bytes to other nodes, as in `Settings.transport`.
-
-    Attributes:
-        metadata: What a peer needs to know to ask.
+    `transport`: what moves bytes to other nodes, as in `Settings.transport`. `metadata`: what a
+    peer needs to know to ask.
     """
 
     def __init__(self, transport: str) -> None:
@@ -62,10 +59,7 @@ class Server:
     def offer(self, staged: StagedState, peers: int, seconds: float) -> None:
         """Give out this state from now on, in the place of the last one.
 
-        Args:
-            staged: It is dropped once all peers have it, or the time is over.
-            peers: How many will ask for it.
-            seconds: How long they may take to ask.
+        `staged`: it is dropped once all peers have it, or the time is over.
         """
         with self._changed:
             last, self._staged = self._staged, staged
@@ -77,8 +71,7 @@ class Server:
     def close(self, *, wait: bool = True) -> None:
         """Stop, drop what is staged, and break off what is under way. Closing twice is fine.
 
-        Args:
-            wait: Whether to wait for the thread that listens.
+        `wait`: whether to wait for the thread that listens.
         """
         if os.getpid() != self._home:
             return  # all of it is the parent's

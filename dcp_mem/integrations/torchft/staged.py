@@ -33,24 +33,14 @@ class StagedState:
 
     The slot's memory is given back once the state is dropped and nobody reads it any more.
 
-    Attributes:
-        step: The training step.
-        structure: The state dict without its tensors' bytes.
-        nbytes: Bytes of the tensors, and of what lies between them.
-        mark: The first bytes of the slot; the tensors follow.
+    `structure`: the state dict without its tensors' bytes. `nbytes`: bytes of the tensors, and of
+    what lies between them. `mark`: the first bytes of the slot; the tensors follow.
     """
 
     def __init__(self, step: int, state: Any, directory: str) -> None:
         """Copy a state dict; it may change as soon as this has returned.
 
-        Args:
-            step: The training step.
-            state: The state dict.
-            directory: In the tmpfs that the memory is taken of.
-
-        Raises:
-            MemoryBudgetExceeded: The tmpfs is full.
-            DcpMemError: The state can't be sent.
+        Raises MemoryBudgetExceeded, DcpMemError.
         """
         parts = taken_apart(state)
         self.step, self.structure = step, parts.structure

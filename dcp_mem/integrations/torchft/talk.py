@@ -39,13 +39,7 @@ class Say(IntEnum):
 class Talk:
     """One end of a conversation, which ends at a deadline.
 
-    Args:
-        line: The connection; closed with the conversation.
-        peer: Names the other replica in errors.
-        deadline: In seconds of the monotonic clock.
-
-    Attributes:
-        deadline: As given.
+    `deadline`: in seconds of the monotonic clock.
     """
 
     def __init__(self, line: ControlLine, peer: str, deadline: float) -> None:
@@ -55,24 +49,14 @@ class Talk:
     def say(self, kind: Say, **facts: Any) -> None:
         """Send facts.
 
-        Args:
-            kind: What they are.
-            **facts: Plain values.
-
-        Raises:
-            DcpMemError: The peer is gone, or silent until the deadline.
+        Raises DcpMemError.
         """
         self._send(Frame(kind, 0, json.dumps(facts).encode()))
 
     def say_bytes(self, kind: Say, data: bytes) -> None:
         """Send bytes, of any number, in as many frames as they take.
 
-        Args:
-            kind: What they are.
-            data: The bytes.
-
-        Raises:
-            DcpMemError: The peer is gone, or silent until the deadline.
+        Raises DcpMemError.
         """
         for number, start in enumerate(range(0, len(data), MOST_NBYTES)):
             self._send(Frame(kind, number, data[start : start + MOST_NBYTES]))
@@ -80,11 +64,7 @@ class Talk:
     def heard(self, *kinds: Say) -> tuple[Say, Mapping[str, Any]]:
         """Return the next frame's kind and facts.
 
-        Args:
-            *kinds: Those that may come now.
-
-        Raises:
-            DcpMemError: Another one comes, or the peer has refused, is gone, or is silent.
+        Raises DcpMemError.
         """
         frame = self._next()
         if frame.kind == Say.REFUSED:
@@ -96,12 +76,7 @@ class Talk:
     def heard_bytes(self, kind: Say, nbytes: int) -> bytes:
         """Return bytes that come in as many frames as they take.
 
-        Args:
-            kind: What they are.
-            nbytes: Their number.
-
-        Raises:
-            DcpMemError: As from `heard`.
+        Raises DcpMemError.
         """
         data = bytearray()
         while len(data) < nbytes:
@@ -119,8 +94,7 @@ class Talk:
     def seconds_left(self) -> float:
         """Return the seconds until the deadline.
 
-        Raises:
-            WaitTimeout: There are none.
+        Raises WaitTimeout.
         """
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
@@ -130,9 +104,7 @@ class Talk:
     def check(self) -> None:
         """Check that it is worth while to go on.
 
-        Raises:
-            WaitTimeout: The time is over.
-            DcpMemError: The peer is gone.
+        Raises WaitTimeout, DcpMemError.
         """
         self.seconds_left()
         if self.is_over():

@@ -23,10 +23,9 @@ SOURCE_ERRORS = (SegmentCorrupt, UntrustedMetadata, ManifestInvalid, SizeRefused
 class Description:
     """The description of a checkpoint: its catalog and manifest, or DCP's metadata alone.
 
-    Attributes:
-        catalog: Names, shapes and places of its items; None for what torch's own writer made.
-        manifest: Its segments; None for what torch's own writer made.
-        file_nbytes: Of the files that torch's own writer made.
+    `catalog`: names, shapes and places of its items; None for what torch's own writer made.
+    `manifest`: its segments; None for what torch's own writer made. `file_nbytes`: of the files
+    that torch's own writer made.
     """
 
     def __init__(
@@ -38,15 +37,7 @@ class Description:
     ) -> None:
         """Describe a checkpoint by catalog and manifest, or by DCP's metadata alone.
 
-        Args:
-            catalog: The checkpoint's catalog.
-            manifest: The checkpoint's manifest.
-            metadata: Needed where there is no catalog.
-            file_nbytes: Likewise.
-
-        Raises:
-            ManifestInvalid: Catalog and manifest don't belong together.
-            UntrustedMetadata: The planner data holds what no DCP metadata is made of.
+        Raises ManifestInvalid, UntrustedMetadata.
         """
         self.catalog = catalog
         self.manifest = manifest
@@ -106,18 +97,12 @@ def _refuse_beyond_segments(catalog: Catalog, manifest: Manifest | None) -> None
 @sendable
 @dataclass(frozen=True, slots=True)
 class DescriptionFiles:
-    """The files that describe a checkpoint, as they lie in memory or on storage.
-
-    Attributes:
-        manifest: Ours.
-        catalog: Ours.
-        metadata: DCP's `.metadata`, where there is nothing of ours.
-        file_nbytes: Of the files beside it, as storage lists them.
-    """
+    """The files that describe a checkpoint, as they lie in memory or on storage."""
 
     manifest: bytes = b""
     catalog: bytes = b""
-    metadata: bytes = b""
+    metadata: bytes = b""  # DCP's `.metadata`, where there is nothing of ours
+    # of the files beside it, as storage lists them
     file_nbytes: Mapping[str, int] = field(default_factory=dict)
 
     def description(self) -> Description:
@@ -163,24 +148,14 @@ class Source(Protocol):
 
 
 def described_table(catalog: Catalog, file: str) -> ItemTable:
-    """Return the items that a catalog has of a segment's file, without checksums.
-
-    Args:
-        catalog: The checkpoint's catalog.
-        file: The segment's file.
-    """
+    """Return the items that a catalog has of a segment's file, without checksums."""
     return items_of(catalog.layout(names.rank_of(file)), ())
 
 
 def checked_catalog(key: str, data: bytes) -> bytes:
     """Return a catalog's bytes, once they are shown to be those of that key.
 
-    Args:
-        key: Hash by which manifests name the catalog.
-        data: The bytes.
-
-    Raises:
-        ManifestInvalid: They are other bytes.
+    Raises ManifestInvalid.
     """
     if catalog_key(data) != key:
         raise ManifestInvalid(f"catalog {key} is damaged")

@@ -45,11 +45,8 @@ class MemorySource:
 
     Leases keep them from being recycled until the source is closed.
 
-    Attributes:
-        label: "memory".
-        checkpoint: What this node has.
-        present: Ranks whose segments lie here whole.
-        lacking: By rank, why segments that should lie here don't.
+    `present`: ranks whose segments lie here whole. `lacking`: by rank, why segments that should lie
+    here don't.
     """
 
     label = "memory"
@@ -59,13 +56,7 @@ class MemorySource:
     ) -> None:
         """Open the manifest and all segments that lie here.
 
-        Args:
-            checkpoint: What this node has.
-            node: Id of this node.
-            damaged: Ranks whose segments here turned out to be damaged.
-
-        Raises:
-            SegmentCorrupt: The checkpoint has left memory, or was replaced.
+        Raises SegmentCorrupt.
         """
         self.checkpoint = checkpoint
         self._resources = ExitStack()
@@ -122,22 +113,13 @@ class MemorySource:
         return self._descriptors.keys()
 
     def has(self, file: str) -> bool:
-        """Return whether the segment lies here whole.
-
-        Args:
-            file: The segment's file.
-        """
+        """Return whether the segment lies here whole."""
         return file in self._descriptors
 
     def verify(self, file: str, extents: Iterable[Extent]) -> None:
         """Hold bytes of a segment against the checksums beside it, if they have been made.
 
-        Args:
-            file: Name of the segment's file.
-            extents: Bytes [start, stop) each.
-
-        Raises:
-            SegmentCorrupt: They are other bytes.
+        Raises SegmentCorrupt.
         """
         if self._checksums_of(file) is not None:
             pieces = [piece for extent in merged(extents) for piece in cut(extent, None)]
@@ -148,13 +130,7 @@ class MemorySource:
 
         The whole blocks that they lie in are held against the checksums beside the segment.
 
-        Args:
-            file: Name of the segment's file.
-            start: First byte.
-            stop: One past the last byte.
-
-        Raises:
-            SegmentCorrupt: They are other bytes.
+        Raises SegmentCorrupt.
         """
         known, data = self._checksums_of(file), self._view(file, start, stop)
         if known is None:
@@ -238,12 +214,7 @@ class MemorySource:
     def read(self, file: str, moves: Sequence[Move]) -> None:
         """Read ranges of a segment straight into memory.
 
-        Args:
-            file: Name of the segment's file.
-            moves: (address, offset in the segment, bytes) each.
-
-        Raises:
-            SegmentCorrupt: The segment is shorter, or can't be read.
+        `moves`: (address, offset in the segment, bytes) each. Raises SegmentCorrupt.
         """
         self._read(file, lambda descriptor: read(descriptor, moves))
 
@@ -254,13 +225,8 @@ class MemorySource:
     def read_many(self, file: str, payloads: DirectRead, *, verify: bool) -> None:
         """Read payloads straight into memory.
 
-        Args:
-            file: Name of the segment's file.
-            payloads: By ascending offsets.
-            verify: Hold them against the checksums beside the segment, if they have been made.
-
-        Raises:
-            SegmentCorrupt: The bytes are missing, or others.
+        `verify`: hold them against the checksums beside the segment, if they have been made. Raises
+        SegmentCorrupt.
         """
         known = self._checksums_of(file) if verify else None
         if known is None:
@@ -280,14 +246,8 @@ class MemorySource:
 
         A unit is a block, where they are held against checksums.
 
-        Args:
-            file: Name of the segment's file.
-            payloads: By ascending offsets; none is empty.
-            nbytes: Of a unit, at most; blocks may be larger.
-            verify: Whether `read_units` will be told to verify.
-
-        Raises:
-            SegmentCorrupt: The checksums don't cover all payloads.
+        `payloads`: by ascending offsets; none is empty. `nbytes`: of a unit, at most; blocks may be
+        larger. Raises SegmentCorrupt.
         """
         reader = self._reader_of(file) if verify else None
         if reader is not None:
@@ -300,14 +260,8 @@ class MemorySource:
     def read_units(self, file: str, units: Sequence[Extent], address: int, *, verify: bool) -> None:
         """Read neighbouring units, and what lies between them, in this thread.
 
-        Args:
-            file: Name of the segment's file.
-            units: As `units_of` returns them.
-            address: Where they go, as they lie in the segment.
-            verify: Hold them against the checksums beside the segment, if they have been made.
-
-        Raises:
-            SegmentCorrupt: The bytes are missing, or others.
+        `verify`: hold them against the checksums beside the segment, if they have been made. Raises
+        SegmentCorrupt.
         """
         reader = self._reader_of(file) if verify else None
         if reader is not None:

@@ -19,8 +19,7 @@ class RemoteSource:
     Bytes in other nodes' memory can't be read through it: their ranks send them. It knows the items
     of all segments from the checkpoint's description.
 
-    Attributes:
-        label: Of storage, or `PEERS` where storage doesn't have the checkpoint.
+    `label`: of storage, or `PEERS` where storage doesn't have the checkpoint.
     """
 
     def __init__(
@@ -28,10 +27,7 @@ class RemoteSource:
     ) -> None:
         """Join what this rank knows.
 
-        Args:
-            description: What the checkpoint consists of.
-            stored: Storage; None where it doesn't have the checkpoint.
-            is_in_memory: Whether a file lies in some node's memory.
+        `stored`: storage; None where it doesn't have the checkpoint.
         """
         self.label = stored.label if stored is not None else PEERS
         self._description, self._stored = description, stored

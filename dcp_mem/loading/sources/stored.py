@@ -24,19 +24,12 @@ class StorageSource:
     """A committed checkpoint on storage, described by our manifests and catalog.
 
     What torch's own writer made has its `.metadata` alone; a save id of "" stands for it.
-
-    Attributes:
-        label: URL of the storage.
     """
 
     def __init__(self, storage: Storage, name: str, save_id: str, scope: str) -> None:
         """Take down where to look; storage is asked later.
 
-        Args:
-            storage: The job's.
-            name: Of the checkpoint.
-            save_id: Of the save; "" for what torch's own writer made.
-            scope: `names.COLLECTIVE`, or that of a rank that saved alone.
+        `save_id`: of the save; "" for what torch's own writer made.
         """
         self.label = storage.url
         self._storage, self._name, self._save_id, self._scope = storage, name, save_id, scope
@@ -48,8 +41,7 @@ class StorageSource:
     def description_files(self) -> DescriptionFiles:
         """Return the files that describe the checkpoint, for this rank or others.
 
-        Raises:
-            SegmentCorrupt: One is missing or damaged, or another save is committed there.
+        Raises SegmentCorrupt.
         """
         if not self._save_id:
             listed = self._listed()
@@ -67,12 +59,7 @@ class StorageSource:
     def describe_by(self, files: DescriptionFiles) -> Description:
         """Return what description files say, which this rank or another has read.
 
-        Args:
-            files: The manifest and the catalog, or torch's `.metadata`.
-
-        Raises:
-            SegmentCorrupt: They are damaged.
-            UntrustedMetadata: The `.metadata` holds what no DCP metadata is made of.
+        Raises SegmentCorrupt, UntrustedMetadata.
         """
         if not self._save_id:
             metadata = read_metadata(files.metadata)
