@@ -611,10 +611,11 @@ def checked_metrics(metrics: object) -> dict[str, float]:
         raise ConfigError(f"metrics={metrics!r}: give figures by name, such as {{'loss': 0.3}}")
     found = {}
     for name, value in metrics.items():
-        try:
-            found[name] = float(value.item() if isinstance(value, _HasItem) else value)
-        except (TypeError, ValueError, RuntimeError):  # the last: of a tensor with several elements
-            raise ConfigError(f"metrics: {name!r} is {value!r}, which is no number") from None
         if not isinstance(name, str):
             raise ConfigError(f"metrics: {name!r} is no name; give texts")
+        try:
+            figure = float(value.item() if isinstance(value, _HasItem) else value)
+        except (TypeError, ValueError, RuntimeError):  # the last: of a tensor with several elements
+            raise ConfigError(f"metrics: {name!r} is {value!r}, which is no number") from None
+        found[str.__str__(name)] = figure  # of an enumeration's member, its text
     return found

@@ -162,12 +162,10 @@ def accepted(door: Door, deadline: float) -> socket.socket:
     """
     while (left := deadline - time.monotonic()) > 0:
         try:
-            come = [connection for _, connection in door.welcome(left)]
+            come = door.welcome(left)
         except OSError as error:
             raise RuntimeError(f"no connection can be accepted: {error}") from None
-        for other in come[1:]:
-            other.close()
-        if come:
-            come[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return come[0]
+        if come is not None:
+            come[1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return come[1]
     raise RuntimeError("the peer has not connected in time")

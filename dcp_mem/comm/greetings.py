@@ -8,24 +8,28 @@ in another's place can't pass it on. Its key is the listener's token, which is i
 and a secret, which is in no store:
 
     with $DCP_MEM_SECRET_FILE    what that file holds, for all connections
-    else, on one machine         what `.secret` in the memory root holds
+    else, on one machine         what `.secret` in the default memory root holds; where that can't
+                                 be used, in a private directory for temporary files
     else                         nothing: who can read the store can greet
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import secrets
 import selectors
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from dcp_mem.comm.addresses import is_out_of_files
 from dcp_mem.common.files import settled
+from dcp_mem.common.log import log_once
 from dcp_mem.config import memory_root_path
 from dcp_mem.errors import DcpMemError
 
@@ -60,16 +64,18 @@ class Door:
         self.address: Address = (host, port)
         self.token = secrets.token_bytes(_TOKEN_NBYTES)
 
-    def welcome(self, seconds: float) -> list[tuple[int, socket.socket]]:
-        """Go on with connections that begin; return those that have begun, by their numbers."""
+    def welcome(self, seconds: float) -> tuple[int, socket.socket] | None:
+        """Go on with connections that begin; return one that has begun, with its number."""
         with selectors.PollSelector() as selector:
             for waiting in (self._listener, *self._greetings):
                 selector.register(waiting, selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select(seconds)]
-        heard = [self._heard(one) for one in list(self._greetings) if one in ready]
+        for one in [one for one in self._greetings if one in ready]:
+            if (heard := self._heard(one)) is not None:
+                return heard
         if self._listener in ready:  # last: it may close the connection that is silent longest
             self._accept()
-        return [one for one in heard if one is not None]
+        return None
 
     def close(self) -> None:
         """Take no more connections."""
@@ -102,6 +108,8 @@ class Door:
             if data and len(hello) < _HELLO_NBYTES:
                 return None
             del self._greetings[connection]
+            if len(hello) < _HELLO_NBYTES:
+                raise ConnectionError
             head = bytes(hello[:_HEAD_NBYTES])
             key = self.token + _secret_with(connection.getpeername()[0])
             if hmac.compare_digest(hello[_HEAD_NBYTES:], _proof(key, _DIALS, self.address, head)):
@@ -111,6 +119,8 @@ class Door:
             return None
         except OSError:
             self._greetings.pop(connection, None)
+        except RuntimeError as error:  # whoever dialled may be a stranger; a rank raises it as well
+            log_once(f"a connection is refused: {error}", logging.WARNING)
         except BaseException:
             connection.close()
             raise
@@ -164,29 +174,49 @@ def _proof(key: bytes, role: bytes, address: Address, head: bytes) -> bytes:
 def _secret_with(host: str) -> bytes:
     """Return the secret for connections with a host; b"" where there is none in common."""
     if path := os.environ.get(_VARIABLE, ""):
-        return _secret(path)
+        try:
+            return _secret(_made(path))
+        except OSError as error:
+            raise _unusable(path, str(error)) from None
     return _secret_of_machine() if _is_here(host) else b""
 
 
 def _secret_of_machine() -> bytes:
     root = memory_root_path(None)
     try:
-        with suppress(FileExistsError):
-            os.mkdir(root, 0o700)
-        facts = os.lstat(root)
+        path = _made_in(root)
     except OSError as error:
-        raise _unusable(root, str(error)) from None
+        try:
+            path = _made_in(os.path.join(tempfile.gettempdir(), f"dcp_mem-{os.geteuid()}"))
+        except OSError:
+            raise _unusable(root, str(error)) from None
+    return _secret(path, os.O_NOFOLLOW)
+
+
+def _made_in(root: str) -> str:
+    """Return the path of a secret in a private directory, both made where they are missing."""
+    with suppress(FileExistsError):
+        os.mkdir(root, 0o700)
+    facts = os.lstat(root)
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
-        raise _unusable(root, "it isn't a directory that you alone may write to")
-    return _secret(os.path.join(root, ".secret"), os.O_NOFOLLOW)
+        raise PermissionError("it isn't a directory that you alone may write to")
+    return _made(os.path.join(root, ".secret"))
+
+
+def _made(path: str) -> str:
+    """Return a path at which the first process that asks makes a secret."""
+    if not os.path.lexists(path):
+        try:
+            settled(path, secrets.token_hex(32).encode())
+        except DcpMemError as error:
+            raise OSError(str(error)) from None
+    return path
 
 
 def _secret(path: str, flags: int = 0) -> bytes:
-    """Return the secret in a private file, which the first process that asks makes."""
+    """Return the secret in a private file."""
     flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        if not os.path.exists(path):
-            settled(path, secrets.token_hex(32).encode())
         with open(os.open(path, flags), "rb") as stream:
             facts = os.fstat(stream.fileno())
             # Of root, as Kubernetes mounts secrets, the group of the pod may read it.
@@ -196,7 +226,7 @@ def _secret(path: str, flags: int = 0) -> bytes:
             if facts.st_mode & others:
                 raise _unusable(path, "others may read it (chmod 600)")
             secret = stream.read(_MOST_NBYTES).strip()
-    except (OSError, DcpMemError) as error:
+    except OSError as error:
         raise _unusable(path, str(error)) from None
     if len(secret) < _LEAST_NBYTES:
         raise _unusable(path, f"it holds less than {_LEAST_NBYTES} bytes")

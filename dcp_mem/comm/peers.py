@@ -18,6 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from weakref import WeakSet
 
 from dcp_mem.comm.addresses import is_out_of_files, listening_socket
@@ -140,7 +141,7 @@ class Peers:
                 raise
             raise PeerLost(rank, f"can't be reached at {host}, port {port}: {error}") from None
         try:
-            look, key = self._check_that_none_has_given_up, bytes.fromhex(token)
+            key, look = bytes.fromhex(token), partial(self._look_at, rank)
             greet(connection, (host, port), key, self._rank, deadline, look)
         except TimeoutError:
             raise PeerLost(rank, "it has not come to this call in time") from None
@@ -173,15 +174,18 @@ class Peers:
                 raise PeerLost(missing[0], "it has not come to this call in time")
             self._look(missing[0])
             assert self._door is not None
-            for rank, connection in self._door.welcome(min(left, _LOOK_SECONDS)):
-                if rank in missing:
-                    missing.remove(rank)
-                    self._sockets[rank] = _tuned(connection)
-                else:
-                    connection.close()
+            come = self._door.welcome(min(left, _LOOK_SECONDS))
+            if come is not None and come[0] in missing:
+                self._sockets[come[0]] = _tuned(come[1])
+            elif come is not None:
+                come[1].close()
             if _now() - looked >= _LOOK_SECONDS:
                 self._check_that_none_has_given_up()
                 looked = _now()
+
+    def _look_at(self, rank: int) -> None:
+        self._look(rank)
+        self._check_that_none_has_given_up()
 
     def _check_that_none_has_given_up(self) -> None:
         if self._have_given_up():

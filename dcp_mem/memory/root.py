@@ -10,14 +10,15 @@ from dcp_mem.common.files import raise_if_full, read_bytes, settled
 from dcp_mem.common.log import log
 from dcp_mem.errors import MemoryRootRefused, MemoryUnavailable
 
+_NODE = ".node"
+
 
 def open_root(path: str) -> str:
     """Make the memory root (0700) where it is missing; check that it is this user's alone.
 
     `path`: its parent must exist. Raises MemoryRootRefused, MemoryUnavailable.
     """
-    existed = os.path.lexists(path)
-    if not existed:
+    if not os.path.lexists(path):
         _make(path)
     facts = os.lstat(path)
     if stat.S_ISLNK(facts.st_mode) or os.path.realpath(path) != path:
@@ -36,7 +37,9 @@ def open_root(path: str) -> str:
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise MemoryUnavailable(path, "it is not writable")
-    if not existed and file_system(path) not in ("tmpfs", "ramfs", "hugetlbfs"):
+    # It is new as long as no node has its name there; the ranks' secret may come first.
+    is_new = not os.path.exists(os.path.join(path, _NODE))
+    if is_new and file_system(path) not in ("tmpfs", "ramfs", "hugetlbfs"):
         log.warning(
             "memory root %s lies on %s, not on a tmpfs: saves will be as slow as that",
             path,
@@ -84,7 +87,7 @@ def node_id(root: str) -> str:
 
     Raises MemoryBudgetExceeded.
     """
-    path = os.path.join(root, ".node")
+    path = os.path.join(root, _NODE)
     try:
         return read_bytes(path).decode()
     except FileNotFoundError:

@@ -78,6 +78,8 @@ _UNFINISHED = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.(?:part|new|tmp))+")
 _DESCRIPTORS = "/proc/self/fd"
 _SEARCHED = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LOCK = ".dcp_mem/lock"
+_MOST_REMOVED = 5
+"""Times that a directory is made anew that somebody removes meanwhile."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
 _LOCK_SECONDS = 10.0
 """The longest wait, in seconds, for another process that holds the lock."""
@@ -144,17 +146,26 @@ class PosixStorage:
             sync_directory(os.path.dirname(path))
 
     def try_out(self) -> None:
-        """Make the directory, where it is missing, and a file in it; nothing of both stays."""
+        """Make a file in the directory; where that is missing, a directory above. Neither stays.
+
+        The directory itself is its user's to make: it doesn't come and go meanwhile.
+        """
+        name = f"trial.{uuid.uuid4().hex[:8]}.tmp"  # as of a put, should it be left
         with self._translated(""):
-            made = _make_root(self.url)
-            try:
-                # As of a put, should it be left.
-                with self._at(f"trial.{uuid.uuid4().hex[:8]}.tmp") as path:
+            if os.path.isdir(self.url):
+                with self._at(name) as path:
                     os.close(open_file(path, os.O_RDWR | os.O_CREAT, _MODE))
                     os.unlink(path)
-            finally:
-                for directory in reversed(made):
-                    remove_directory_if_empty(directory)
+                return
+            above = _missing(self.url)[-1]
+            if os.path.lexists(above):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), above)
+            path = os.path.join(os.path.dirname(above), name)
+            try:
+                os.mkdir(path, 0o700)
+                os.rmdir(path)
+            except FileNotFoundError:
+                _refuse_where_nothing_is_made(self.url, above)
 
     def get(self, key: str) -> bytes:
         with self._translated(key, is_read=True), self._at(key) as path:
@@ -540,22 +551,33 @@ def _enter(path: str) -> int:
         raise UnfitFile(path, what) from None
 
 
-def _make_root(url: str) -> list[str]:
-    """Make the root, and the directories above it, where they are missing; return these."""
-    missing, above = [], url
-    while not os.path.isdir(above):
-        missing.append(above)
-        above = os.path.dirname(above)
-    missing.reverse()
-    try:
-        for directory in missing:
-            _make_directory(directory)
-    except FileNotFoundError:
-        if not os.path.isdir(os.path.dirname(directory)):
-            raise
-        reason = f"no directory can be made there ({directory}). Check the path."  # as in /proc
-        raise StorageRefused(url, reason) from None
+def _missing(path: str) -> list[str]:
+    """Return a path and those above it that are no directories, the path first."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
     return missing
+
+
+def _make_root(url: str) -> None:
+    """Make the root, and the directories above it, where they are missing."""
+    for _ in range(_MOST_REMOVED):
+        missing = _missing(url)
+        try:
+            for directory in reversed(missing):
+                _make_directory(directory)
+        except FileNotFoundError:  # somebody removes them meanwhile, or none can be made
+            continue
+        return
+    _refuse_where_nothing_is_made(url, missing[-1])
+
+
+def _refuse_where_nothing_is_made(url: str, missing: str) -> None:
+    """Raise StorageRefused where the directory above is there: it takes none, as in /proc."""
+    if os.path.isdir(os.path.dirname(missing)):
+        reason = f"no directory can be made there ({missing}). Check the path."
+        raise StorageRefused(url, reason)
 
 
 def _make_directory(path: str) -> None:

@@ -295,6 +295,24 @@ def test_the_trial_of_a_root_leaves_nothing(memory_root: Path, tmp_path: Path) -
         other.close(persist_newest=False)
 
 
+def test_the_trial_of_a_root_makes_no_name_that_its_user_may_make_meanwhile(
+    memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    mkdir = os.mkdir
+
+    def noting(path: str, *options: Any, **more: Any) -> None:
+        made.append(str(path))
+        mkdir(path, *options, **more)
+
+    monkeypatch.setattr(os, "mkdir", noting)
+    root = tmp_path / "a" / "run"
+    with CheckpointManager(root, memory_root=memory_root, persist=every_n_saves(9)) as manager:
+        manager.save(1, {"n": 1})
+    assert any(one.startswith(f"{tmp_path}/trial.") for one in made)
+    assert not {str(root), str(root.parent)} & set(made)
+
+
 def test_a_reader_makes_no_root(memory_root: Path, tmp_path: Path) -> None:
     with MemoryStorageReader(tmp_path / "run", memory_root=memory_root) as reader:
         assert reader.recoverable() == []

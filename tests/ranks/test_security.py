@@ -620,10 +620,29 @@ def test_a_secret_file_that_keeps_no_secret_is_refused(
         assert why in text
 
 
-def test_a_memory_root_that_others_may_write_to_keeps_no_secret(memory_root: Path) -> None:
+@pytest.mark.parametrize("root", ["open", "of a missing directory/root", "a file"])
+def test_a_memory_root_that_can_keep_no_secret_has_a_private_directory_stand_in(
+    memory_root: Path, root: str
+) -> None:
     (memory_root / "open").mkdir()
     (memory_root / "open").chmod(0o777)
-    env = {"DCP_MEM_ROOT": str(memory_root / "open"), **_SOON}
+    (memory_root / "a file").touch()
+    (memory_root / "tmp").mkdir()
+    env = {"DCP_MEM_ROOT": str(memory_root / root), "TMPDIR": str(memory_root / "tmp"), **_SOON}
+    assert forked_ranks(_agrees, 2, [{}, {}], env=env) == ["", ""]
+    (memory_root / "open").chmod(0o700)
+    assert list((memory_root / "open").iterdir()) == []
+    (kept,) = (memory_root / "tmp").glob("dcp_mem-*/.secret")
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+
+
+def test_where_no_directory_can_keep_the_secret_the_error_says_so(memory_root: Path) -> None:
+    (memory_root / "open").mkdir()
+    (memory_root / "open").chmod(0o777)
+    (memory_root / "tmp").mkdir()
+    (memory_root / "tmp" / f"dcp_mem-{os.geteuid()}").touch()
+    env = {"DCP_MEM_ROOT": str(memory_root / "open"), "TMPDIR": str(memory_root / "tmp"), **_SOON}
     found = forked_ranks(_agrees, 2, [{}, {}], env=env)
     (memory_root / "open").chmod(0o700)
     for text in found:
