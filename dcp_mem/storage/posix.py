@@ -26,6 +26,7 @@ from dcp_mem.common.files import (
     sync_directory,
     write_atomically,
 )
+from dcp_mem.config import is_checkpoint_name
 from dcp_mem.errors import (
     CheckpointExists,
     DcpMemError,
@@ -76,13 +77,13 @@ _LOST_TEXT = "What was written before may be lost: the file is begun anew"
 _UNFINISHED = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.(?:part|new|tmp))+")
 """Of an upload, of a put on condition, of a put; a put on condition begins with a put."""
 _DESCRIPTORS = "/proc/self/fd"
+_ABOVE = {".", ".."}
 _SEARCHED = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LOCK = ".dcp_mem/lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
 _LOCK_SECONDS = 10.0
 """The longest wait, in seconds, for another process that holds the lock."""
 _LOCK_PAUSE = 0.005
-_GONE = {errno.ENOENT, errno.ESTALE}
 _CLONE_RANGE = 0x4020940D  # FICLONERANGE: Python has no name for it
 
 
@@ -295,18 +296,26 @@ class PosixStorage:
     @contextmanager
     def _at(self, key: str, *, make: bool = False) -> Iterator[str]:
         """Yield a path to a key on which only the last part may be a link; "a/" is directory a."""
+        name = key.rpartition("/")[2]
+        if name in _ABOVE:
+            raise self._astray(key)
         directory = self._open_directory(_directory_of(key), make=make)
         try:
-            yield f"{_DESCRIPTORS}/{directory}/{key.rpartition('/')[2]}"
+            yield f"{_DESCRIPTORS}/{directory}/{name}"
         finally:
             os.close(directory)
 
     def _open_directory(self, key: str, *, make: bool = False) -> int:
         """Open a directory, made where it is missing if so asked. The caller closes it."""
+        parts = key.split("/") if key else []
+        if not {"", *_ABOVE}.isdisjoint(parts):
+            raise self._astray(key)
+        if not os.path.isdir(_DESCRIPTORS):  # all would seem to be missing
+            raise StorageRefused(self.url, "/proc isn't mounted. Mount it: files are reached there")
         if make:
             _make_root(self.url)
         found = _found(lambda path: os.open(path, _SEARCHED), self.url)
-        for part in key.split("/") if key else ():
+        for part in parts:
             above, path = found, f"{_DESCRIPTORS}/{found}/{part}"
             try:
                 try:
@@ -319,6 +328,9 @@ class PosixStorage:
             finally:
                 os.close(above)
         return found
+
+    def _astray(self, key: str) -> StorageRefused:
+        return StorageRefused(self.url, f"{key!r} names nothing below the root. Check the name.")
 
     def _remove_parent_if_empty(self, key: str) -> None:
         """Remove the directory above a key; the root as well, unless a link leads there."""
@@ -369,7 +381,7 @@ def name_behind_link(url: str, name: str) -> str:
     target = link_target(url, name)
     directory, _, base = os.path.join(url, target or name).rpartition("/")
     is_beside = target is not None and os.path.realpath(directory) == os.path.realpath(url)
-    return base if is_beside else name
+    return base if is_beside and is_checkpoint_name(base) else name
 
 
 def link_target(url: str, name: str) -> str | None:
@@ -622,12 +634,13 @@ def _read(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
 
 def _entry(entry: os.DirEntry[str]) -> Entry | None:
     """Return what lies there, links as such; None where it is gone by now."""
-    is_directory = entry.is_dir(follow_symlinks=False)
+    is_directory = True  # what can't be looked at may be a checkpoint
     try:
+        is_directory = entry.is_dir(follow_symlinks=False)
         facts = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
     except OSError as error:
-        if error.errno in _GONE:
-            return None
         if error.errno not in _REFUSED_FILE | _UNAVAILABLE_FILE:
             raise
         return Entry(entry.name, 0, is_directory, what=os.strerror(error.errno))

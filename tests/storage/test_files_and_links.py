@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,15 @@ import dcp_mem.flushing.destination
 import dcp_mem.reader
 from dcp_mem import CheckpointNotFound, FlushFailed, NoRecoverableCheckpoint
 from dcp_mem.cli.main import main
+from dcp_mem.config import settings
 from dcp_mem.errors import StorageRefused
+from dcp_mem.operations.rejecting import reject_on_storage
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, Loaded, load_anew, make_state, save
 from tests.support.private import private_directory
 from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.storage.file_systems import needs_root
 from tests.support.storage.ways import QUICK
 
 pytestmark = pytest.mark.timeout(60)
@@ -139,9 +143,53 @@ def test_a_link_that_leads_elsewhere_is_refused_by_name(
 ) -> None:
     (root / "step-2").rename(outside / "step-2")
     (root / "step-2").symlink_to(outside / "step-2")
+    (root / "data").symlink_to(outside)
     error = raised_by(lambda: load_anew(job, "step-2"))
     assert "step-2 is a symbolic link, and links below the root aren't followed" in str(error)
-    assert load_anew(job).number == 1
+    loaded = load_anew(job)
+    assert loaded.number == 1
+    (why,) = loaded.report.passed_over
+    assert "step-2 is a symbolic link" in why
+
+
+def test_training_does_not_begin_anew_where_its_checkpoints_are_moved_behind_links(
+    job: Job, root: Path, outside: Path
+) -> None:
+    for name in ("step-1", "step-2"):
+        (root / name).rename(outside / name)
+        (root / name).symlink_to(outside / name)
+    manager = dcp_mem.CheckpointManager(str(root), memory_root=job.memory, job=job.name)
+    with pytest.raises(NoRecoverableCheckpoint, match="step-2 is a symbolic link"), manager:
+        manager.restore(make_state(0))
+    listed = CliRunner().invoke(main, ["ls", str(root), "--json"])
+    assert "step-1 is a symbolic link" in listed.output
+
+
+@pytest.mark.parametrize("target", ["..", "."])
+def test_a_link_to_the_root_or_above_it_is_no_name_of_a_checkpoint(root: Path, target: str) -> None:
+    (root / "evil").symlink_to(target)
+    for above in (root, root.parent):
+        shutil.copytree(root / "step-2", above, dirs_exist_ok=True)
+    before = _files(root.parent)
+    with pytest.raises(StorageRefused, match="evil is a symbolic link"):
+        reject_on_storage(settings(root), "evil", "the loss is NaN")
+    assert _files(root.parent) == before
+
+
+@pytest.mark.parametrize("key", ["..", "../step", "step-1/../..", "step-1/./a", "a//b"])
+def test_no_key_leads_above_the_root(root: Path, key: str) -> None:
+    storage, before = PosixStorage(str(root)), _files(root.parent)
+    acts: list[Callable[[], object]] = [
+        lambda: storage.ls(key),
+        lambda: storage.get(f"{key}/file"),
+        lambda: storage.put(f"{key}/file", b"1"),
+        lambda: storage.delete(f"{key}/file"),
+        lambda: storage.upload(f"{key}/file", 1),
+    ]
+    for act in acts:
+        with pytest.raises(StorageRefused, match="names nothing below the root"):
+            act()
+    assert _files(root.parent) == before
 
 
 def test_the_root_itself_may_be_a_link(job: Job, root: Path, tmp_path: Path) -> None:
@@ -381,6 +429,63 @@ def test_training_does_not_begin_anew_over_checkpoints_that_cannot_be_read(
     assert isinstance(error, NoRecoverableCheckpoint)
     assert not isinstance(error, CheckpointNotFound)
     assert [why.partition(":")[0] for why in error.reasons] == ["step-2", "step-1"]
+
+
+def _load_without_proc(job: Job) -> Exception | None:
+    libc = ctypes.CDLL(None)
+    private, lazily = 1 << 18 | 1 << 14, 2  # MS_PRIVATE | MS_REC, MNT_DETACH
+    assert libc.unshare(0x20000) == 0  # CLONE_NEWNS
+    assert libc.mount(None, b"/", None, private, None) == 0
+    assert libc.umount2(b"/proc", lazily) == 0
+    return raised_by(lambda: load_anew(job))
+
+
+@needs_root
+def test_without_proc_storage_is_not_taken_for_empty(job: Job, root: Path) -> None:
+    error = forked(_load_without_proc, job)
+    assert not isinstance(error, CheckpointNotFound)
+    assert "/proc isn't mounted" in str(error)
+
+
+class _Stale:
+    """An entry of a directory that can't be looked at, for its handle is stale."""
+
+    def __init__(self, entry: os.DirEntry[str], *, is_kind_known: bool) -> None:
+        self.name, self._entry, self._is_kind_known = entry.name, entry, is_kind_known
+
+    def stat(self, **_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self.name)
+
+    def is_dir(self, *, follow_symlinks: bool) -> bool:
+        if not self._is_kind_known:
+            self.stat()
+        return self._entry.is_dir(follow_symlinks=follow_symlinks)
+
+
+@pytest.mark.parametrize("is_kind_known", [True, False])
+@pytest.mark.parametrize("stale", ["step-2", "step-2/.metadata"])
+def test_a_stale_handle_drops_no_name_from_a_listing(
+    job: Job,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stale: str,
+    is_kind_known: bool,
+) -> None:
+    original = os.scandir
+
+    @contextmanager
+    def scandir(path: str) -> Iterator[Any]:
+        directory = Path(path).resolve()
+        with original(path) as entries:
+            yield (
+                _Stale(one, is_kind_known=is_kind_known)
+                if directory / one.name == root / stale
+                else one
+                for one in entries
+            )
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert load_anew(job).number == 2
 
 
 def test_what_fails_leaves_no_descriptor_open(root: Path, outside: Path) -> None:
