@@ -93,11 +93,13 @@ class PosixStorage:
     The root may be reached through links. Below it none is followed: every path leads through a
     descriptor of the directory that the file is in, and that was opened part by part.
 
-    `url`: the directory's absolute path; it is made by the first put.
+    `url`: the directory's absolute path; it is made by the first put. `directory_mode`: what new
+    directories get in place of what the umask has them get.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, directory_mode: int | None = None) -> None:
         self.url = url
+        self._directory_mode = directory_mode
         self._has_locks = True
 
     def upload(self, key: str, nbytes: int, source: Source | None = None) -> PosixUpload:
@@ -230,7 +232,7 @@ class PosixStorage:
         NFS clients take such a lock to the server. It ends with its process.
         """
         with self._at(_LOCK, make=True) as path:
-            descriptor = open_file(path, os.O_RDWR | os.O_CREAT, _MODE)
+            descriptor = _open_lock(path)
         try:
             self._lock(descriptor)
             yield
@@ -255,6 +257,9 @@ class PosixStorage:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                # NFS locks only what may be written.
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from None
             self._has_locks = False
         return True
 
@@ -313,7 +318,8 @@ class PosixStorage:
         if not os.path.isdir(_DESCRIPTORS):  # all would seem to be missing
             raise StorageRefused(self.url, "/proc isn't mounted. Mount it: files are reached there")
         if make:
-            _make_root(self.url)
+            for made in _make_root(self.url):
+                self._set_mode(made)
         found = _found(lambda path: os.open(path, _SEARCHED), self.url)
         for part in parts:
             above, path = found, f"{_DESCRIPTORS}/{found}/{part}"
@@ -325,9 +331,15 @@ class PosixStorage:
                         raise
                     _make_directory(path)
                     found = _found(_enter, path)
+                    self._set_mode(f"{_DESCRIPTORS}/{found}")
             finally:
                 os.close(above)
         return found
+
+    def _set_mode(self, directory: str) -> None:
+        if self._directory_mode is not None:
+            with contextlib.suppress(PermissionError):  # another user's, who was quicker
+                os.chmod(directory, self._directory_mode)
 
     def _astray(self, key: str) -> StorageRefused:
         return StorageRefused(self.url, f"{key!r} names nothing below the root. Check the name.")
@@ -475,7 +487,7 @@ class PosixUpload(Sending):
         return nbytes > 0
 
     def copy_whole(self) -> bool:
-        if self._source is None:
+        if self._source is None or _mode(self._source) != _mode(self._descriptor):
             return False
         try:
             # All names of a file have one time. It must not make what is being put look old: gc
@@ -579,6 +591,19 @@ def _make_directory(path: str) -> None:
             sync_directory(os.path.dirname(path))
 
 
+def _open_lock(path: str) -> int:
+    """Open the lock; a new one is for all who may write beside it."""
+    try:
+        return open_file(path, os.O_RDWR)
+    except PermissionError:
+        return open_file(path)
+    except FileNotFoundError:
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT, _MODE)
+        with contextlib.suppress(PermissionError):  # another user's, who was quicker
+            os.fchmod(descriptor, _MODE & os.stat(os.path.dirname(path)).st_mode)
+        return descriptor
+
+
 def _found(act: Callable[[str], T], path: str) -> T:
     """Return what `act` returns for a path; a missing name is looked for in its directory.
 
@@ -605,6 +630,10 @@ def _answers(root: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _mode(descriptor: int) -> int:
+    return stat.S_IMODE(os.fstat(descriptor).st_mode)
 
 
 def _identity(facts: os.stat_result) -> str:
