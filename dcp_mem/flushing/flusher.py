@@ -243,9 +243,9 @@ class JobFlusher:
         try:
             with environment_of(registration):
                 storage = self._destination.storage(registration)
-                stored = committed_under(storage, one.name)
-                if any(other.save_id == save_id for other in stored):
-                    mark_rejected(storage, one.manifest, one.rejected)
+                for stored in committed_under(storage, one.name):
+                    if stored.manifest is not None and stored.save_id == save_id:
+                        mark_rejected(storage, stored.manifest, one.rejected)
             self._rejected.add(save_id)
             self._mark_retries.pop(save_id, None)
         except Exception as error:

@@ -207,7 +207,8 @@ def _table(job: FlushJob, catalog: Catalog, segment: Segment) -> ItemTable:
 
 def stored_sizes(job: FlushJob) -> dict[str, int]:
     """Return how many bytes storage has of each segment, by file."""
-    return {entry.name: entry.nbytes for entry in job.storage.ls(job.checkpoint.name)}
+    listed = job.storage.ls(job.checkpoint.name)
+    return {entry.name: entry.nbytes for entry in listed if not entry.what}
 
 
 def drop_part(job: FlushJob) -> None:

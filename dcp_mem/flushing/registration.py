@@ -127,11 +127,11 @@ def registration_of(
         run=run,
         export=settings.export,
         shows_history=settings.shows_history,
-        umask=umask() if settings.storage_mode is None else _umask_for(settings.storage_mode),
+        umask=umask() if settings.storage_mode is None else umask_for(settings.storage_mode),
     )
 
 
-def _umask_for(mode: int) -> int:
+def umask_for(mode: int) -> int:
     """Return the umask that gives files this mode, and directories x where these have r."""
     return 0o777 & ~(mode | (mode & 0o444) >> 2)
 

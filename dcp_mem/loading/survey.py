@@ -186,6 +186,7 @@ def stored_findings(storage: Storage, name: str, scope: str) -> list[FoundCheckp
             rejected=one.rejected,
             problem=one.problem,
             metadata=one.metadata,
+            is_renamed=one.is_renamed,
         )
         for one in found
     ]

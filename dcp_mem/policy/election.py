@@ -44,6 +44,7 @@ class FoundCheckpoint:
     # None where nobody looked
     replaces: str | None = None
     metadata: str = ""
+    is_renamed: bool = False  # on storage: copied or moved there from the name that it had
     problem: str = ""  # why it can't be loaded from there; "" if it can
     count: int = 0  # how many ranks' segments the whole checkpoint has; 0 where that isn't known
     second: tuple[int, ...] = ()  # numbers of the second segments that some ranks have
@@ -131,12 +132,28 @@ def elect(
     # All are ordered together: a run's greatest generation may be known of one of them alone.
     ordered = {place.key: number for number, place in enumerate(newest_first(places, _itself))}
     choices.sort(key=lambda choice: ordered[choice.place.key])
+    # Of one save and its copies, which all have its number, the save itself goes first.
+    first = dict[str, int]()
+    for number, choice in enumerate(choices):
+        first.setdefault(_save_of(choice), number)
+    copies = {(one.name, one.save_id) for one in stored if one.is_renamed}
+    choices.sort(
+        key=lambda choice: (
+            first[_save_of(choice)],
+            not choice.memory,
+            (choice.name, choice.save_id) in copies,
+        )
+    )
     reasons.sort(key=lambda reason: ordered[reason[0].key])
     return RecoveryPlan(
         tuple(choices),
         tuple(text for _, text in reasons),
         max((place.number for place in places), default=UNNUMBERED),
     )
+
+
+def _save_of(choice: ElectedCheckpoint) -> str:
+    return choice.save_id or f"/{choice.name}"
 
 
 def _stale(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.errors import DcpMemError
+from dcp_mem.flushing.registration import umask_for
 from dcp_mem.format import names
 from dcp_mem.saving.values import SaveContext
 from dcp_mem.storage.posix import PosixStorage
@@ -30,7 +31,7 @@ def make_directory(context: SaveContext) -> str | None:
 
     def make() -> None:
         try:
-            made.append(_made(url, context.name, context.scope))
+            made.append(_made(url, context))
         except DcpMemError as error:
             errors.append(error)
 
@@ -42,9 +43,10 @@ def make_directory(context: SaveContext) -> str | None:
     return made[0]
 
 
-def _made(url: str, name: str, scope: str) -> str:
+def _made(url: str, context: SaveContext) -> str:
     """Make a directory; return the identity of the `.metadata` that lay there, "" for none."""
-    storage, file = PosixStorage(url), names.metadata_file(scope)
-    replaced = {entry.name: entry.identity for entry in storage.ls(name)}.get(file, "")
-    storage.make_directory(f"{name}/{names.OWN}")
+    mode, file = context.settings.storage_mode, names.metadata_file(context.scope)
+    storage = PosixStorage(url, None if mode is None else 0o777 & ~umask_for(mode))
+    replaced = {entry.name: entry.identity for entry in storage.ls(context.name)}.get(file, "")
+    storage.make_directory(f"{context.name}/{names.OWN}")
     return replaced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest, Rejection
 from dcp_mem.policy.order import UNNUMBERED, Place
 from dcp_mem.storage import Entry, OfOneFile, Storage
-from dcp_mem.storage.posix import name_behind_link
+from dcp_mem.storage.posix import link_target, name_behind_link
 
 T = TypeVar("T")
 
@@ -68,12 +69,25 @@ class StoredCheckpoint:
 
 
 def checkpoint_names(storage: Storage) -> list[str]:
-    """Return the names under the root that may be checkpoints."""
+    """Return the names under the root that may be checkpoints.
+
+    Among them are links that lead a checkpoint out of the root: it can't be read, and that is said.
+    """
     return [
         entry.name
         for entry in storage.ls("")
-        if entry.is_directory and not entry.name.startswith(".") and entry.name != _OF_THE_DISK
+        if (entry.is_directory or (entry.what and _leads_astray(storage.url, entry.name)))
+        and not entry.name.startswith(".")
+        and entry.name != _OF_THE_DISK
     ]
+
+
+def _leads_astray(url: str, name: str) -> bool:
+    """Return whether a name is a link to a checkpoint that isn't beside it."""
+    if link_target(url, name) is None or name_behind_link(url, name) != name:
+        return False
+    files = (names.metadata_file(scope) for scope in (names.COLLECTIVE, names.rank_scope(0)))
+    return any(os.path.exists(os.path.join(url, name, file)) for file in files)
 
 
 def stored_under(storage: Storage, name: str, scope: str) -> list[StoredCheckpoint]:

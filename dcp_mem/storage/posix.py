@@ -26,6 +26,7 @@ from dcp_mem.common.files import (
     sync_directory,
     write_atomically,
 )
+from dcp_mem.config import is_checkpoint_name
 from dcp_mem.errors import (
     CheckpointExists,
     DcpMemError,
@@ -76,6 +77,7 @@ _LOST_TEXT = "What was written before may be lost: the file is begun anew"
 _UNFINISHED = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.(?:part|new|tmp))+")
 """Of an upload, of a put on condition, of a put; a put on condition begins with a put."""
 _DESCRIPTORS = "/proc/self/fd"
+_ABOVE = {".", ".."}
 _SEARCHED = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LOCK = ".dcp_mem/lock"
 _MOST_REMOVED = 5
@@ -84,7 +86,6 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.E
 _LOCK_SECONDS = 10.0
 """The longest wait, in seconds, for another process that holds the lock."""
 _LOCK_PAUSE = 0.005
-_GONE = {errno.ENOENT, errno.ESTALE}
 _CLONE_RANGE = 0x4020940D  # FICLONERANGE: Python has no name for it
 
 
@@ -94,11 +95,13 @@ class PosixStorage:
     The root may be reached through links. Below it none is followed: every path leads through a
     descriptor of the directory that the file is in, and that was opened part by part.
 
-    `url`: the directory's absolute path; it is made by the first put.
+    `url`: the directory's absolute path; it is made by the first put. `directory_mode`: what new
+    directories get in place of what the umask has them get.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, directory_mode: int | None = None) -> None:
         self.url = url
+        self._directory_mode = directory_mode
         self._has_locks = True
 
     def upload(self, key: str, nbytes: int, source: Source | None = None) -> PosixUpload:
@@ -240,7 +243,7 @@ class PosixStorage:
         NFS clients take such a lock to the server. It ends with its process.
         """
         with self._at(_LOCK, make=True) as path:
-            descriptor = open_file(path, os.O_RDWR | os.O_CREAT, _MODE)
+            descriptor = _open_lock(path)
         try:
             self._lock(descriptor)
             yield
@@ -265,6 +268,9 @@ class PosixStorage:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                # NFS locks only what may be written.
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from None
             self._has_locks = False
         return True
 
@@ -306,18 +312,27 @@ class PosixStorage:
     @contextmanager
     def _at(self, key: str, *, make: bool = False) -> Iterator[str]:
         """Yield a path to a key on which only the last part may be a link; "a/" is directory a."""
+        name = key.rpartition("/")[2]
+        if name in _ABOVE:
+            raise self._astray(key)
         directory = self._open_directory(_directory_of(key), make=make)
         try:
-            yield f"{_DESCRIPTORS}/{directory}/{key.rpartition('/')[2]}"
+            yield f"{_DESCRIPTORS}/{directory}/{name}"
         finally:
             os.close(directory)
 
     def _open_directory(self, key: str, *, make: bool = False) -> int:
         """Open a directory, made where it is missing if so asked. The caller closes it."""
+        parts = key.split("/") if key else []
+        if not {"", *_ABOVE}.isdisjoint(parts):
+            raise self._astray(key)
+        if not os.path.isdir(_DESCRIPTORS):  # all would seem to be missing
+            raise StorageRefused(self.url, "/proc isn't mounted. Mount it: files are reached there")
         if make:
-            _make_root(self.url)
+            for made in _make_root(self.url):
+                self._set_mode(made)
         found = _found(lambda path: os.open(path, _SEARCHED), self.url)
-        for part in key.split("/") if key else ():
+        for part in parts:
             above, path = found, f"{_DESCRIPTORS}/{found}/{part}"
             try:
                 try:
@@ -327,9 +342,18 @@ class PosixStorage:
                         raise
                     _make_directory(path)
                     found = _found(_enter, path)
+                    self._set_mode(f"{_DESCRIPTORS}/{found}")
             finally:
                 os.close(above)
         return found
+
+    def _set_mode(self, directory: str) -> None:
+        if self._directory_mode is not None:
+            with contextlib.suppress(PermissionError):  # another user's, who was quicker
+                os.chmod(directory, self._directory_mode)
+
+    def _astray(self, key: str) -> StorageRefused:
+        return StorageRefused(self.url, f"{key!r} names nothing below the root. Check the name.")
 
     def _remove_parent_if_empty(self, key: str) -> None:
         """Remove the directory above a key; the root as well, unless a link leads there."""
@@ -380,7 +404,7 @@ def name_behind_link(url: str, name: str) -> str:
     target = link_target(url, name)
     directory, _, base = os.path.join(url, target or name).rpartition("/")
     is_beside = target is not None and os.path.realpath(directory) == os.path.realpath(url)
-    return base if is_beside else name
+    return base if is_beside and is_checkpoint_name(base) else name
 
 
 def link_target(url: str, name: str) -> str | None:
@@ -474,7 +498,7 @@ class PosixUpload(Sending):
         return nbytes > 0
 
     def copy_whole(self) -> bool:
-        if self._source is None:
+        if self._source is None or _mode(self._source) != _mode(self._descriptor):
             return False
         try:
             # All names of a file have one time. It must not make what is being put look old: gc
@@ -589,6 +613,19 @@ def _make_directory(path: str) -> None:
             sync_directory(os.path.dirname(path))
 
 
+def _open_lock(path: str) -> int:
+    """Open the lock; a new one is for all who may write beside it."""
+    try:
+        return open_file(path, os.O_RDWR)
+    except PermissionError:
+        return open_file(path)
+    except FileNotFoundError:
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT, _MODE)
+        with contextlib.suppress(PermissionError):  # another user's, who was quicker
+            os.fchmod(descriptor, _MODE & os.stat(os.path.dirname(path)).st_mode)
+        return descriptor
+
+
 def _found(act: Callable[[str], T], path: str) -> T:
     """Return what `act` returns for a path; a missing name is looked for in its directory.
 
@@ -615,6 +652,10 @@ def _answers(root: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _mode(descriptor: int) -> int:
+    return stat.S_IMODE(os.fstat(descriptor).st_mode)
 
 
 def _identity(facts: os.stat_result) -> str:
@@ -644,12 +685,13 @@ def _read(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
 
 def _entry(entry: os.DirEntry[str]) -> Entry | None:
     """Return what lies there, links as such; None where it is gone by now."""
-    is_directory = entry.is_dir(follow_symlinks=False)
+    is_directory = True  # what can't be looked at may be a checkpoint
     try:
+        is_directory = entry.is_dir(follow_symlinks=False)
         facts = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
     except OSError as error:
-        if error.errno in _GONE:
-            return None
         if error.errno not in _REFUSED_FILE | _UNAVAILABLE_FILE:
             raise
         return Entry(entry.name, 0, is_directory, what=os.strerror(error.errno))

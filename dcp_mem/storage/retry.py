@@ -30,11 +30,13 @@ class RetryPolicy:
     longest_pause_seconds: float = 8.0
     longest_asked_seconds: float = 60.0  # a pause that the storage asks for counts up to this
     deadline_seconds: float = 120.0
+    # one file that can't be read, where the root answers, is tried so often, and for so long
+    tries_of_one_file: int = 5
+    seconds_of_one_file: float = 0.0
 
 
-RETRIES = RetryPolicy()
-_TRIES_OF_ONE_FILE = 5
-"""Where the root answers and one file doesn't, waiting rarely helps: there may be others."""
+RETRIES = RetryPolicy(seconds_of_one_file=15.0)
+"""For what progress depends on: another checkpoint is taken only once one file has had its time."""
 
 
 class RetryingStorage:
@@ -156,12 +158,13 @@ class _Requests:
         return result
 
     def _is_enough(self, state: RetryCallState) -> bool:
+        policy, waited = self._policy, time.monotonic() - state.start_time
         if state.outcome is not None and isinstance(state.outcome.exception(), OfOneFile):
-            return state.attempt_number >= min(self._policy.tries, _TRIES_OF_ONE_FILE)
+            is_tried_out = state.attempt_number >= min(policy.tries, policy.tries_of_one_file)
+            return is_tried_out and waited >= policy.seconds_of_one_file
         with self._lock:
             self._since = self._since if self._failures else time.monotonic()
             self._failures += 1
-            policy, waited = self._policy, time.monotonic() - state.start_time
             is_late = waited > policy.deadline_seconds
             tried_out = state.attempt_number >= policy.tries or is_late
             self._is_open = self._is_open or tried_out

@@ -5,7 +5,9 @@ import errno
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +23,19 @@ import dcp_mem.flushing.destination
 import dcp_mem.reader
 from dcp_mem import CheckpointNotFound, FlushFailed, NoRecoverableCheckpoint
 from dcp_mem.cli.main import main
+from dcp_mem.config import settings
 from dcp_mem.errors import StorageRefused
+from dcp_mem.flushing.parts import FlushJob, stored_sizes
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
+from dcp_mem.storage import Source
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
-from tests.support.checkpoints.jobs import Job, Loaded, load_anew, make_state, save
+from tests.support.checkpoints.jobs import Job, Loaded, load_anew, make_state, save, wait_until
 from tests.support.private import private_directory
 from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.storage.conformance import upload
+from tests.support.storage.file_systems import needs_root
 from tests.support.storage.ways import QUICK
 
 pytestmark = pytest.mark.timeout(60)
@@ -139,9 +148,53 @@ def test_a_link_that_leads_elsewhere_is_refused_by_name(
 ) -> None:
     (root / "step-2").rename(outside / "step-2")
     (root / "step-2").symlink_to(outside / "step-2")
+    (root / "data").symlink_to(outside)
     error = raised_by(lambda: load_anew(job, "step-2"))
     assert "step-2 is a symbolic link, and links below the root aren't followed" in str(error)
-    assert load_anew(job).number == 1
+    loaded = load_anew(job)
+    assert loaded.number == 1
+    (why,) = loaded.report.passed_over
+    assert "step-2 is a symbolic link" in why
+
+
+def test_training_does_not_begin_anew_where_its_checkpoints_are_moved_behind_links(
+    job: Job, root: Path, outside: Path
+) -> None:
+    for name in ("step-1", "step-2"):
+        (root / name).rename(outside / name)
+        (root / name).symlink_to(outside / name)
+    manager = dcp_mem.CheckpointManager(str(root), memory_root=job.memory, job=job.name)
+    with pytest.raises(NoRecoverableCheckpoint, match="step-2 is a symbolic link"), manager:
+        manager.restore(make_state(0))
+    listed = CliRunner().invoke(main, ["ls", str(root), "--json"])
+    assert "step-1 is a symbolic link" in listed.output
+
+
+@pytest.mark.parametrize("target", ["..", "."])
+def test_a_link_to_the_root_or_above_it_is_no_name_of_a_checkpoint(root: Path, target: str) -> None:
+    (root / "evil").symlink_to(target)
+    for above in (root, root.parent):
+        shutil.copytree(root / "step-2", above, dirs_exist_ok=True)
+    before = _files(root.parent)
+    with pytest.raises(StorageRefused, match="evil is a symbolic link"):
+        reject_on_storage(settings(root), "evil", "the loss is NaN")
+    assert _files(root.parent) == before
+
+
+@pytest.mark.parametrize("key", ["..", "../step", "step-1/../..", "step-1/./a", "a//b"])
+def test_no_key_leads_above_the_root(root: Path, key: str) -> None:
+    storage, before = PosixStorage(str(root)), _files(root.parent)
+    acts: list[Callable[[], object]] = [
+        lambda: storage.ls(key),
+        lambda: storage.get(f"{key}/file"),
+        lambda: storage.put(f"{key}/file", b"1"),
+        lambda: storage.delete(f"{key}/file"),
+        lambda: storage.upload(f"{key}/file", 1),
+    ]
+    for act in acts:
+        with pytest.raises(StorageRefused, match="names nothing below the root"):
+            act()
+    assert _files(root.parent) == before
 
 
 def test_the_root_itself_may_be_a_link(job: Job, root: Path, tmp_path: Path) -> None:
@@ -353,11 +406,15 @@ def test_what_the_root_says_as_well_is_no_files_error(job: Job, root: Path, numb
 
 
 def _load_unprivileged(job: Job) -> Loaded:
-    """Load as one whom modes keep out, as they don't the superuser."""
+    _give_up_capabilities()
+    return load_anew(job)
+
+
+def _give_up_capabilities() -> None:
+    """Become one whom modes keep out, as they don't the superuser."""
     capabilities = (ctypes.c_uint32 * 6)()  # none
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     assert ctypes.CDLL(None).capset(header, capabilities) == 0
-    return load_anew(job)
 
 
 @pytest.mark.parametrize("closed", [".", ".metadata", ".dcp_mem", ".dcp_mem/manifest-*"])
@@ -381,6 +438,149 @@ def test_training_does_not_begin_anew_over_checkpoints_that_cannot_be_read(
     assert isinstance(error, NoRecoverableCheckpoint)
     assert not isinstance(error, CheckpointNotFound)
     assert [why.partition(":")[0] for why in error.reasons] == ["step-2", "step-1"]
+
+
+def _load_without_proc(job: Job) -> Exception | None:
+    libc = ctypes.CDLL(None)
+    private, lazily = 1 << 18 | 1 << 14, 2  # MS_PRIVATE | MS_REC, MNT_DETACH
+    assert libc.unshare(0x20000) == 0  # CLONE_NEWNS
+    assert libc.mount(None, b"/", None, private, None) == 0
+    assert libc.umount2(b"/proc", lazily) == 0
+    return raised_by(lambda: load_anew(job))
+
+
+@needs_root
+def test_without_proc_storage_is_not_taken_for_empty(job: Job, root: Path) -> None:
+    error = forked(_load_without_proc, job)
+    assert not isinstance(error, CheckpointNotFound)
+    assert "/proc isn't mounted" in str(error)
+
+
+class _Stale:
+    """An entry of a directory that can't be looked at, for its handle is stale."""
+
+    def __init__(self, entry: os.DirEntry[str], *, is_kind_known: bool) -> None:
+        self.name, self._entry, self._is_kind_known = entry.name, entry, is_kind_known
+
+    def stat(self, **_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self.name)
+
+    def is_dir(self, *, follow_symlinks: bool) -> bool:
+        if not self._is_kind_known:
+            self.stat()
+        return self._entry.is_dir(follow_symlinks=follow_symlinks)
+
+
+@pytest.mark.parametrize("is_kind_known", [True, False])
+@pytest.mark.parametrize("stale", ["step-2", "step-2/.metadata"])
+def test_a_stale_handle_drops_no_name_from_a_listing(
+    job: Job,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stale: str,
+    is_kind_known: bool,
+) -> None:
+    original = os.scandir
+
+    @contextmanager
+    def scandir(path: str) -> Iterator[Any]:
+        directory = Path(path).resolve()
+        with original(path) as entries:
+            yield (
+                _Stale(one, is_kind_known=is_kind_known)
+                if directory / one.name == root / stale
+                else one
+                for one in entries
+            )
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert load_anew(job).number == 2
+
+
+# -- modes, and copies -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def test_a_file_that_others_may_read_is_no_link_to_one_that_they_may_not(tmp_path: Path) -> None:
+    storage = PosixStorage(str(tmp_path))
+    for umask in (0o077, 0o022):
+        with _umask(0o077):
+            stored = Source("step-1", 5, upload(storage, "step-1", b"12345"))
+        with _umask(umask), closing(storage.upload("step-2", 5, stored)) as going:
+            assert going.copy_whole() == (umask == 0o077)
+
+
+def test_the_lock_is_for_all_who_may_write_beside_it(tmp_path: Path) -> None:
+    (tmp_path / ".dcp_mem").mkdir()
+    (tmp_path / ".dcp_mem").chmod(0o775)
+    with _umask(0o022):
+        assert PosixStorage(str(tmp_path)).has_conditions()
+    assert stat.S_IMODE((tmp_path / ".dcp_mem" / "lock").stat().st_mode) == 0o664
+
+
+def _lock_unprivileged(url: str) -> bool:
+    _give_up_capabilities()
+    return PosixStorage(url).has_conditions()
+
+
+def test_a_lock_that_may_only_be_read_is_taken_all_the_same(tmp_path: Path) -> None:
+    assert PosixStorage(str(tmp_path)).has_conditions()
+    (tmp_path / ".dcp_mem" / "lock").chmod(0o444)
+    assert forked(_lock_unprivileged, str(tmp_path))
+
+
+def _save_served_privately(job: Job) -> None:
+    os.umask(0o077)
+    served = dcp_mem.serve(str(job.url), memory_root=job.memory, storage_mode=0o640)
+    dcp.save(make_state(3), checkpoint_id=f"{job.url}/step-3")
+    served.stop()
+
+
+def test_directories_that_a_save_makes_have_the_storage_mode(job: Job) -> None:
+    forked(_save_served_privately, job)
+    root = Path(str(job.url))
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (root, *root.rglob("*"))}
+    assert modes == {0o750, 0o640}
+
+
+def test_a_save_goes_before_the_copy_that_somebody_has_made_of_it(job: Job) -> None:
+    with job.writer(agent="thread") as writer:
+        save(writer, 5)
+        writer.wait("step-5", timeout=30)
+        root = Path(str(job.url))
+        shutil.copytree(root / "step-5", root / "step-5-backup")
+        report = load_anew(job).report
+    assert (report.checkpoint_id, report.source) == ("step-5", "memory")
+
+
+def test_a_rejection_in_memory_marks_what_a_link_stands_for(job: Job) -> None:
+    with job.writer(agent="thread") as writer:
+        save(writer, 3)
+        writer.wait("step-3", timeout=30)
+        root = Path(str(job.url))
+        (root / "step-3").rename(root / "kept")
+        (root / "step-3").symlink_to("kept")
+        assert reject_in_memory(writer.settings, "step-3", "the loss is NaN")
+        wait_until(lambda: list(root.glob("kept/.dcp_mem/rejected-*")), "the mark", timeout=20)
+
+
+def test_what_lies_in_a_segments_place_and_is_no_file_is_not_taken_for_it(job: Job) -> None:
+    _save_durably(job)
+    (checkpoint,) = JobMemory(job.memory, "job").find("step-3")
+    (segment,) = Path(str(job.url), "step-3").glob("*.distcp")
+    storage = PosixStorage(str(job.url))
+    flush = FlushJob(checkpoint=checkpoint, node="", storage=storage, overwrite=False)
+    assert stored_sizes(flush)[segment.name] == segment.stat().st_size
+    _put("a FIFO", segment)
+    assert segment.name not in stored_sizes(flush)
 
 
 def test_what_fails_leaves_no_descriptor_open(root: Path, outside: Path) -> None:

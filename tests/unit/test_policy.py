@@ -589,6 +589,19 @@ def test_memory_stands_for_what_nobody_has_replaced_or_removed(
     assert reason in "".join(plan.reasons)
 
 
+def test_a_save_goes_before_copies_of_it_that_storage_has_under_other_names() -> None:
+    here = FoundCheckpoint(name="step-5", save_id="aa", place=aged(5))
+    copy = replace(here, name="step-5-backup", is_renamed=True)
+    newer = FoundCheckpoint(name="step-6", save_id="bb", place=aged(6))
+    (first, second) = elect([[here]], [copy]).choices
+    assert (first.name, first.memory, second.name) == ("step-5", True, "step-5-backup")
+    assert [one.name for one in elect([[]], [copy, newer, here]).choices] == [
+        "step-6",
+        "step-5",
+        "step-5-backup",
+    ]
+
+
 def test_reasons_say_what_is_missing_where() -> None:
     plan = elect(
         [

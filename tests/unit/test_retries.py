@@ -15,8 +15,8 @@ from dcp_mem.errors import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.storage import Entry, Sending, Source, Unfinished
-from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
+from dcp_mem.storage import Entry, FileUnavailable, Sending, Source, Unfinished
+from dcp_mem.storage.retry import RETRIES, RetryingStorage, RetryPolicy
 
 URL = "s3://bucket/run"
 QUICK = RetryPolicy(
@@ -208,6 +208,26 @@ def test_pauses_grow_and_are_not_all_alike(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(set(pauses)) == len(pauses) == 11
     assert pauses[0] <= 0.5
     assert max(pauses) <= 8.0
+
+
+def test_what_one_file_says_for_some_seconds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def stale() -> FileUnavailable | None:
+        return FileUnavailable(URL, "Stale file handle") if now[0] < ends else None
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    moody, ends = _Moody(always=stale), 14.0
+    assert RetryingStorage(moody, RETRIES).get("a") == b"data"
+    ends, begun, moody.asked = 1e9, now[0], 0
+    with pytest.raises(FileUnavailable):
+        RetryingStorage(moody, RETRIES).get("a")
+    assert 15.0 <= now[0] - begun <= 15.0 + RETRIES.longest_pause_seconds
+    assert moody.asked >= 5
 
 
 def test_a_storage_that_is_down_fails_many_requests_no_later_than_one() -> None:
