@@ -11,6 +11,9 @@ import stat
 import struct
 import sys
 import tempfile
+import threading
+import time
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,7 +36,10 @@ from dcp_mem import (
     TrainState,
     every_n_saves,
 )
-from dcp_mem.flushing.agent_handle import socket_directory
+from dcp_mem.flushing import agent_handle
+from dcp_mem.flushing.agent_handle import AgentHandle, socket_directory
+from dcp_mem.flushing.registration import registration_of
+from dcp_mem.runtime.states import AgentPatience
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.storage.file_systems import become_nobody, needs_root
 
@@ -384,6 +390,101 @@ def test_a_stopped_agent_holds_up_one_save_and_no_wait_for_ever(
     taken, error = forked(_stopped_agent, str(memory_root), str(url), env=env)
     assert re.search(r"the agent doesn't answer: it may be stopped.*dcp-mem flush", error), error
     assert sum(taken) < 0.5 * len(taken)  # each waited for an answer for 0.5 s
+
+
+def _of_this_script() -> Any:
+    """An object of a class that the agent can't import."""
+    script = sys.modules["training_script"] = types.ModuleType("training_script")
+    exec("class Credential: pass", script.__dict__)
+    return script.Credential()
+
+
+def _close_with_unreadable_options(root: str, url: str) -> str:
+    options = {"credential": _of_this_script()}
+    manager = CheckpointManager(url, memory_root=root, storage_options=options, on_error="raise")
+    manager.save(1, {"x": torch.ones(2)})
+    return str(raised_by(manager.close))
+
+
+def test_close_ends_where_the_agent_cannot_read_the_storage_options(
+    memory_root: Path, url: Path
+) -> None:
+    env = {"DCP_MEM_TIMEOUT": "1"}
+    text = forked(_close_with_unreadable_options, str(memory_root), str(url), env=env, timeout=30)
+    assert re.search(r"the agent can't read this job's storage_options: .*agent='thread'", text)
+    assert "stays in this node's memory (step-1;" in text
+
+
+def _answers(late: float) -> Callable[..., bytes | None]:
+    return lambda root, message, seconds=0.5: b"+" if seconds > late else None
+
+
+def test_an_agent_that_was_silent_once_is_given_time_again(
+    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registration = registration_of(MemoryStorageWriter(url, memory_root=memory_root).settings)
+    handle = AgentHandle(str(memory_root))
+    monkeypatch.setattr(agent_handle, "send", _answers(late=1.0))
+    assert handle.wake(registration)
+    monkeypatch.setattr(agent_handle, "send", _answers(late=0.04))
+    assert not all(handle.wake(registration) for _ in range(10))
+
+
+def _full_beside_a_slow_agent(root: str, url: str) -> str:
+    options: dict[str, Any] = {"memory_limit": "8MiB", "on_slow_storage": "all", "keep_memory": 1}
+    state = {"x": torch.ones(1 << 19)}
+    with CheckpointManager(url, memory_root=root, on_error="raise", **options) as manager:
+        manager.save(0, state)
+        manager.wait(0)
+        agent = _agent_of(root)
+        os.kill(agent, signal.SIGSTOP)
+        answers = iter([None])
+        slow = _answers(late=0.04)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agent_handle, "send", lambda *given: next(answers, slow(*given)))
+            threading.Timer(4, os.kill, (agent, signal.SIGCONT)).start()
+            return str(raised_by(lambda: [manager.save(step, state) for step in range(1, 4)]))
+
+
+def test_a_save_waits_for_room_beside_an_agent_that_answers_late(
+    memory_root: Path, url: Path
+) -> None:
+    env = {"DCP_MEM_TIMEOUT": "1"}
+    assert forked(_full_beside_a_slow_agent, str(memory_root), str(url), env=env) == "None"
+
+
+def test_an_agent_is_given_up_after_some_tries_however_long_they_take(
+    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = MemoryStorageWriter(url, memory_root=memory_root).settings
+    now = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    patience = AgentPatience(settings, lambda _: "is gone")
+    assert [patience.ended_by() for _ in range(6)] == [""] * 5 + ["is gone"]
+
+
+def _briefly_silent(root: str, url: str) -> list[str]:
+    lines: list[str] = []
+    logging.getLogger("dcp_mem").addHandler(_Collecting(lines))
+    manager = CheckpointManager(url, memory_root=root)
+    manager.save(1, {"x": torch.ones(2)})
+    manager.wait(1)
+    agent = _agent_of(root)
+    os.kill(agent, signal.SIGSTOP)
+    manager.save(2, {"x": torch.ones(2)})
+    assert lines == []  # it may only be busy
+    raised_by(lambda: manager.wait(2, timeout=5))
+    os.kill(agent, signal.SIGCONT)
+    manager.close()
+    return lines
+
+
+def test_an_agent_that_stays_silent_is_an_error_that_names_what_stays(
+    memory_root: Path, url: Path
+) -> None:
+    lines = forked(_briefly_silent, str(memory_root), str(url))
+    (line,) = [one for one in lines if one.startswith("nothing reaches storage")]
+    assert re.search(r"the agent doesn't answer.*stays.*\(step-2;.*dcp-mem flush", line), line
 
 
 # -- colleagues on a shared file system ------------------------------------------------------------
