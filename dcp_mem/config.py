@@ -442,9 +442,12 @@ def _refuse_one_slash(text: str) -> None:
     from fsspec.registry import known_implementations, registry
 
     if protocol in known_implementations or protocol in registry:
+        rest = rest.lstrip("/")
+        if protocol in ("file", "local"):
+            raise ConfigError(f"path={text!r}: give /{rest}")
         raise ConfigError(
-            f"path={text!r}: did you mean {protocol}://{rest.lstrip('/')}? (a Path keeps one slash "
-            "only: give a text)"
+            f"path={text!r}: did you mean {protocol}://{rest}? (a Path keeps one slash only: give "
+            "a text)"
         )
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import dcp_mem
 from dcp_mem import (
@@ -209,17 +210,24 @@ def test_roots_that_differ_are_both_named_by_the_first_call(memory_root: Path, u
 def _settings_differ(root: str) -> str:
     keep = 2 + dist.get_rank()
     with CheckpointManager(memory_root=root, job="job", keep_memory=keep) as manager:
-        error = raised_by(lambda: manager.save(1, {"x": torch.ones(2)}))
-    return f"{type(error).__name__}: {error}"
+        assert manager.restore({"x": torch.ones(2)}) is None
+        raised_by(lambda: manager.delete(7))  # which connects the ranks that save
+        errors = [raised_by(lambda: manager.save(1, {"x": torch.ones(2)})) for _ in range(2)]
+    assert str(errors[0]) == str(errors[1])
+    return f"{type(errors[0]).__name__}: {errors[0]}"
 
 
-def test_settings_that_differ_are_both_named_by_the_first_save(memory_root: Path) -> None:
+def test_settings_that_differ_are_both_named_by_each_save(memory_root: Path) -> None:
     text = "ConfigError: the ranks save with different settings: rank 0 has keep_memory=2, "
     text += "rank 1 has keep_memory=3; give all ranks the same"
     assert forked_ranks(_settings_differ, 3, str(memory_root))[:2] == [text] * 2
 
 
 # -- ranks that never met --------------------------------------------------------------------------
+
+
+class _OwnPlanner(DefaultSavePlanner):
+    """One that torch has to ask."""
 
 
 def _saves_without_a_group(root: str, rank: str) -> list[str]:
@@ -234,8 +242,22 @@ def _saves_without_a_group(root: str, rank: str) -> list[str]:
         lambda: dcp_mem.async_save(state, **save),
         lambda: dcp.save(state, **save),
         lambda: dcp_mem.save(state, no_dist=True, **save),
+        lambda: dcp_mem.save(state, no_dist=True, planner=_OwnPlanner(), **save),
+        lambda: dcp_mem.async_save(state, no_dist=True, **save).result(),
+        lambda: dcp.save(state, no_dist=True, **save),
     ]
     return [str(raised_by(call)).split(",")[0] for call in calls]
+
+
+def _saves_with_a_bare_world_size(root: str) -> str:
+    os.environ["WORLD_SIZE"] = "2"
+    os.environ.pop("RANK", None)
+    with CheckpointManager(memory_root=root, job="job", on_error="raise") as manager:
+        return str(raised_by(lambda: manager.save(1, {"x": torch.ones(2)})))
+
+
+def test_a_process_alone_saves_whatever_world_size_its_script_exports(memory_root: Path) -> None:
+    assert forked(_saves_with_a_bare_world_size, str(memory_root)) == "None"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -244,7 +266,7 @@ def test_ranks_without_a_process_group_do_not_save_each_on_its_own(
 ) -> None:
     found = forked(_saves_without_a_group, str(memory_root), str(rank))
     refused = "WORLD_SIZE is 2"
-    assert found == [refused] * 4 + [refused if rank else "None"] + ["None"]
+    assert found == [refused] * 4 + [refused if rank else "None"] + ["None"] * 4
 
 
 # -- roots that can't work -------------------------------------------------------------------------
@@ -257,13 +279,18 @@ def test_ranks_without_a_process_group_do_not_save_each_on_its_own(
         (Path("s3://bucket/run"), "s3://bucket/run"),
         (Path("abfs://container/run"), "abfs://container/run"),
         ("gs:/bucket/run", "gs://bucket/run"),
-        ("file:/tmp/run", "file://tmp/run"),
     ],
 )
 def test_a_url_that_has_lost_a_slash_is_refused(path: Any, meant: str) -> None:
     for make in (CheckpointManager, MemoryStorageWriter, MemoryStorageReader, dcp_mem.serve):
         with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
             make(path)
+
+
+def test_a_file_url_that_has_lost_a_slash_is_told_its_path() -> None:
+    for path in (Path("file:///tmp/run"), "local:/tmp/run"):
+        with pytest.raises(ConfigError, match=r"give /tmp/run$"):
+            CheckpointManager(path)
 
 
 def test_a_directory_with_a_colon_is_a_directory(tmp_path: Path, memory_root: Path) -> None:
