@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from dcp_mem import (
     TrainState,
     every_n_saves,
 )
+from dcp_mem.errors import kind_of
 from dcp_mem.flushing import agent_handle
 from dcp_mem.flushing.agent_handle import AgentHandle, socket_directory
 from dcp_mem.flushing.registration import registration_of
@@ -59,7 +61,7 @@ def test_a_state_that_is_no_dict_raises_from_each_call_of_a_manager(
     options: dict[str, Any] = {"memory_root": memory_root, "job": "job", "on_error": "warn"}
     with CheckpointManager(async_save=is_async, save_interval_steps=5, **options) as manager:
         for state in _no_dicts():
-            match = rf"state: give a dict such as .*TrainState.*, not a {type(state).__name__}$"
+            match = rf"state: give a dict such as .*TrainState.*, not {kind_of(state)}$"
             with pytest.raises(ConfigError, match=match):
                 manager.restore(state)
             with pytest.raises(ConfigError, match=match):
@@ -73,6 +75,15 @@ def test_a_state_that_is_no_dict_raises_from_each_call_of_a_manager(
         with pytest.raises(ConfigError, match="step is a dict: give the number"):
             manager.save({"n": 1}, 5)  # type: ignore[arg-type]
         assert manager.latest() == 1
+
+
+def test_a_kind_has_its_article() -> None:
+    assert [kind_of(one) for one in (1, None, OrderedDict(), "")] == [
+        "an int",
+        "None",
+        "an OrderedDict",
+        "a str",
+    ]
 
 
 def test_a_state_that_is_no_dict_raises_from_each_function(memory_root: Path) -> None:
