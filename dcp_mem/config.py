@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from dcp_mem.common.azure_urls import abfs_url
 from dcp_mem.common.values import HISTORIES, RECOVERIES, RESUMES
-from dcp_mem.errors import ConfigError
+from dcp_mem.errors import ConfigError, kind_of
 from dcp_mem.policy.persistence import Persist, persist_policy
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.policy.retention import KeepLast, Retention, retention, with_newest
@@ -197,8 +197,7 @@ def settings(
         raise ConfigError(f"agent={agent!r}: choose 'process' or 'thread'")
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigError(
-            f"storage_options is a {type(storage_options).__name__}: give a mapping, as fsspec "
-            "takes it"
+            f"storage_options is {kind_of(storage_options)}: give a mapping, as fsspec takes it"
         )
     url = root_url(path)
     if storage_mode is not None:
@@ -428,9 +427,7 @@ def _text(argument: str, value: Any) -> str:
     except TypeError:
         text = None
     if not isinstance(text, str):
-        raise ConfigError(
-            f"{argument}={value!r}: give a text or a path, not a {type(value).__name__}"
-        )
+        raise ConfigError(f"{argument}={value!r}: give a text or a path, not {kind_of(value)}")
     return text
 
 
@@ -442,9 +439,12 @@ def _refuse_one_slash(text: str) -> None:
     from fsspec.registry import known_implementations, registry
 
     if protocol in known_implementations or protocol in registry:
+        rest = rest.lstrip("/")
+        if protocol in ("file", "local"):
+            raise ConfigError(f"path={text!r}: give /{rest}")
         raise ConfigError(
-            f"path={text!r}: did you mean {protocol}://{rest.lstrip('/')}? (a Path keeps one slash "
-            "only: give a text)"
+            f"path={text!r}: did you mean {protocol}://{rest}? (a Path keeps one slash only: give "
+            "a text)"
         )
 
 
@@ -566,8 +566,7 @@ def checked_state(state: object) -> dict[str, Any]:
     if isinstance(state, Mapping):
         return state  # type: ignore[return-value]
     raise ConfigError(
-        'state: give a dict such as {"app": TrainState(model, optimizer)}, '
-        f"not a {type(state).__name__}"
+        f'state: give a dict such as {{"app": TrainState(model, optimizer)}}, not {kind_of(state)}'
     )
 
 

@@ -524,6 +524,12 @@ class RankFailed(DcpMemError):
 # -- helpers --------------------------------------------------------------------------------------
 
 
+def kind_of(value: object) -> str:
+    """Return what a value is, for texts: "an int", "None"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def gib(nbytes: int) -> str:
     """Return a size as people read it.
 

@@ -266,7 +266,6 @@ class JobRanks:
             if self._was_silent and self._others_gave_up():
                 raise RuntimeError("other ranks have given up meanwhile")
             found = act(self._wire(deadline, swaps=swaps))
-            self._waits.end()
         except DcpMemError:
             raise
         except Exception as error:
@@ -278,6 +277,8 @@ class JobRanks:
             # A message may have been read in part: no later one would be understood.
             self.leave(type(error).__name__)
             raise
+        finally:
+            self._waits.end()
         self._has_met = True
         return found
 
@@ -427,10 +428,12 @@ def refuse_missing_group() -> None:
     size = os.environ.get("WORLD_SIZE", "")
     if (dist.is_available() and dist.is_initialized()) or not size.isdecimal() or int(size) < 2:
         return
+    if "RANK" not in os.environ:  # launchers set both
+        return
     raise ConfigError(
         f"WORLD_SIZE is {size}, but torch.distributed isn't initialised: call "
-        "torch.distributed.init_process_group first, on all ranks (no_dist=True of dcp_mem.save "
-        "saves on one rank alone)"
+        "torch.distributed.init_process_group first, on all ranks; where this process alone saves, "
+        "unset WORLD_SIZE or pass no_dist=True to dcp_mem.save"
     )
 
 

@@ -20,6 +20,8 @@ from dcp_mem.errors import ConfigError
 _METHODS = {"save": "save()", "load": "load() or restore()"}
 _NOTE_SHARE = 1 / 6
 """Of the time until the first line, after which a rank notes that it waits."""
+_NOTE_SECONDS = 5.0
+"""The longest that taking a note back may take: the store may be gone."""
 
 
 class Waits:
@@ -65,17 +67,18 @@ class Waits:
             self._next = now + waited  # the next line after twice the time
             where, call = self._where(rank)
             if where is not None and where != self._purpose and can_differ:
+                self._is_noted = False  # the note stays: the other rank has to read it too
                 raise self._different(rank, where)
             if where != self._purpose or call != self._call:  # else it waits itself
                 self._say(self._members[rank], waited)
 
     def end(self) -> None:
-        """End the exchange: its ranks have all come."""
+        """End the exchange, whether its ranks have all come or not."""
         self._is_first = False
         if self._is_noted:
             self._is_noted = False
             with suppress(RuntimeError):
-                self._store.set(self._key(self._rank), "null")
+                self._store.set(self._key(self._rank), "null", _NOTE_SECONDS)
 
     def _key(self, rank: int) -> str:
         return f"{self._board}/{rank}"

@@ -138,7 +138,7 @@ def _becomes_agent(root: str, lock: int, registration: Registration | None) -> b
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if registration is None or send(root, pickle.dumps(registration)) is not False:
+            if registration is None or send(root, pickle.dumps(registration)) != b"":
                 return False
         else:
             return True

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dcp_mem.common.log import log
 from dcp_mem.flushing.registration import Registration
 from dcp_mem.memory.root import private_directory
 
@@ -26,8 +25,14 @@ STARTING_SECONDS = 30.0
 """Time that an agent has for its start."""
 _ANSWER_SECONDS, _SHORT_SECONDS = 0.5, 0.02
 """Time that a trainer waits for an answer; the same in a save, of an agent that didn't answer."""
-_SILENT = "doesn't answer: it may be stopped (kill -CONT lets it go on)"
-_ADVICE = "give credentials as plain values or in the environment, or choose agent='thread'"
+_LONG_TRY = 10
+"""Of so many tries in saves of an agent that doesn't answer, one has the longer time."""
+SILENT = "doesn't answer: it may be stopped (kill -CONT lets it go on)"
+_CANNOT_READ = (
+    "can't read this job's storage_options: give credentials as plain values or in the "
+    "environment, or choose agent='thread'"
+)
+_TAKEN, _UNREAD = b"+", b"-"
 
 
 def log_path(root: str) -> str:
@@ -60,6 +65,7 @@ class AgentHandle:
         self._started = 0.0
         self._started_with: Registration | None = None
         self._why_not = ""
+        self._silent_tries = 0
 
     def wake(self, registration: Registration, *, is_waiting: bool = False) -> str:
         """Tell the agent that a checkpoint awaits its flush; start an agent if none runs.
@@ -71,12 +77,14 @@ class AgentHandle:
         for the first time.
         """
         message = pickle.dumps(registration)
-        is_silent = self._why_not == _SILENT and not is_waiting
-        answer = send(self._root, message, _SHORT_SECONDS if is_silent else _ANSWER_SECONDS)
-        if answer:
-            self._why_not, self._started_with = "", None
+        is_short = self._silent_tries % _LONG_TRY > 0 and not is_waiting
+        answer = send(self._root, message, _SHORT_SECONDS if is_short else _ANSWER_SECONDS)
+        self._silent_tries = self._silent_tries + 1 if answer is None else 0
+        if answer in (_TAKEN, _UNREAD):
+            self._why_not = "" if answer == _TAKEN else _CANNOT_READ
+            self._started_with = None
         elif answer is None:
-            self._why_not = _SILENT
+            self._why_not = SILENT
         elif not self._is_starting_with(registration):
             self._start(registration, message)
         return self._why_not
@@ -116,29 +124,22 @@ def _has_ended(child: int) -> bool:
         return True
 
 
-def send(root: str, message: bytes, seconds: float = _ANSWER_SECONDS) -> bool | None:
+def send(root: str, message: bytes, seconds: float = _ANSWER_SECONDS) -> bytes | None:
     """Hand a registration to the agent that runs.
 
-    Returns False where no agent takes it; None where one runs and hasn't answered: it reads the
-    message as soon as it can.
+    Returns its answer, b"+" or, where it can't read the message, b"-"; b"" where no agent takes it;
+    None where one runs and hasn't answered: it reads the message as soon as it can.
     """
     try:
         with socket_directory(root) as directory, socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(seconds)
             connection.connect(f"{directory}/socket")
             connection.sendall(struct.pack("!I", len(message)) + message)
-            answer = connection.recv(1)
-            if answer == b"-":
-                log.error(
-                    "the agent can't read this job's storage_options: %s (see %s)",
-                    _ADVICE,
-                    log_path(root),
-                )
-            return answer != b""
+            return connection.recv(1)
     except (TimeoutError, BlockingIOError):  # the latter: too many messages await it
         return None
     except OSError:
-        return False
+        return b""
 
 
 def _start(root: str, message: bytes) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_mem.comm.dcp_errors import cause_of
-from dcp_mem.errors import ConfigError
+from dcp_mem.errors import ConfigError, kind_of
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def refuse_other_kind(argument: str, given: object, base: type, method: str, exa
     if given is None or isinstance(given, base):
         return
     if isinstance(given, type) or not hasattr(given, method):
-        what = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
+        what = repr(given) if isinstance(given, str) else kind_of(given)
         if isinstance(given, type):
             what = f"the class {given.__name__}"
         raise ConfigError(f"{argument} is {what}: give an object such as {example}")

@@ -81,14 +81,14 @@ def flush_now(
     )
     refuse_unusable(settings.url, settings.storage_options, is_flushed_elsewhere=True)
     agent = AgentHandle(settings.memory_root)
-    is_left_alone = (
-        job_is_live(os.path.join(settings.memory_root, settings.job)) and not is_promoted
-    )
+    job = os.path.join(settings.memory_root, settings.job)
+    is_left_alone = job_is_live(job) and not is_promoted
 
     def wake(now: bool) -> str:
-        if not is_left_alone:
-            return agent.wake(registration_of(settings, now=now), is_waiting=True)
-        return "" if is_alive(settings.memory_root) else "of the live job isn't there"
+        # A live job flushes by its agent, or by a thread of its own.
+        if is_left_alone and (job_is_live(job) or is_alive(settings.memory_root)):
+            return ""
+        return agent.wake(registration_of(settings, now=now), is_waiting=True)
 
     why = ""
     try:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
-from dcp_mem.flushing.agent_handle import AgentHandle
-from dcp_mem.flushing.registration import Registration, registration_of
+from dcp_mem.flushing.agent_handle import SILENT, AgentHandle
+from dcp_mem.flushing.registration import registration_of
 from dcp_mem.memory.checksumming import ChecksumThread
+from dcp_mem.runtime.remains import left_without_agent
 
 if TYPE_CHECKING:
     from dcp_mem.flushing.thread import FlushThread
+
+_SILENT_SECONDS = 3.0
+"""Of an agent that doesn't answer, before it is called an error: it may only be busy."""
 
 
 class AgentLink:
@@ -27,6 +32,7 @@ class AgentLink:
         self._checksums = ChecksumThread(root)
         self._told_nodes: frozenset[str] | None = None
         self._told_run = self._said = ""
+        self._silent_since: float | None = None
         self._is_stopped = False
         self._guard = threading.Lock()  # not held while the thread ends
 
@@ -50,7 +56,10 @@ class AgentLink:
         with self._guard:
             self._told_nodes, self._told_run = nodes, run
             if settings.agent == "process":
-                return self._wake_agent(registration, is_waiting=is_waiting)
+                why_not = self._agent.wake(registration, is_waiting=is_waiting)
+                self._has_agent = not self._agent.is_gone()
+                self._complain(settings, why_not)
+                return why_not
             if not self._is_stopped:
                 if self._thread is None:
                     # A trainer that has an agent starts sooner without all that flushes.
@@ -69,13 +78,17 @@ class AgentLink:
             if not (self._has_agent or self._thread is not None or self._is_stopped):
                 self._checksums.wake(settings.job, settings.on_nonfinite)
 
-    def _wake_agent(self, registration: Registration, *, is_waiting: bool) -> str:
-        why_not = self._agent.wake(registration, is_waiting=is_waiting)
-        self._has_agent = not self._agent.is_gone()
+    def _complain(self, settings: Settings, why_not: str) -> None:
+        now = time.monotonic()
+        if why_not != SILENT:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        if self._silent_since is not None and now - self._silent_since < _SILENT_SECONDS:
+            return
         if why_not and why_not != self._said:
-            log.error("nothing reaches storage: the agent %s", why_not)
+            log.error("nothing reaches storage: %s", left_without_agent(settings, why_not)[1])
         self._said = why_not
-        return why_not
 
     def has_lost_agent(self) -> bool:
         """Return whether the agent that was woken has ended: it was killed, for a trainer lives."""

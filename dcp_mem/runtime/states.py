@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +19,13 @@ from dcp_mem.common.values import (
     State,
     Transfer,
 )
-from dcp_mem.config import Settings, exchange_timeout, job_name, memory_root_path
+from dcp_mem.config import Settings, exchange_timeout
 from dcp_mem.errors import (
     CheckpointNotFound,
     ConfigError,
     FlushFailed,
     ReplicationFailed,
     WaitTimeout,
-    gib,
 )
 from dcp_mem.flushing import agent_handle
 from dcp_mem.format.exports import ExportRecords
@@ -37,14 +35,15 @@ from dcp_mem.memory.exports import read_exports
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.policy.order import Place, SaveNumber, newest_first
+from dcp_mem.runtime.remains import left_without_agent, with_remains
 
 _FIRST_PAUSE = 0.005
 _LONGEST_PAUSE = 0.2
 _WAKE_EVERY = 2.0
 _COMPLAIN_EVERY = 30.0
-_MOST_NAMES = 10
-_ABSENT_SECONDS = 60.0
-"""The longest wait for an agent that doesn't answer, and whose checkpoints get no further."""
+_ABSENT_SECONDS, _ABSENT_TRIES = 60.0, 5
+"""The longest wait for an agent that doesn't answer, and whose checkpoints get no further; the
+fewest tries to wake it in that time: this process may have been stopped itself."""
 
 _AWAITABLE = (State.COMPLETE, State.REPLICATED, State.DURABLE)
 
@@ -172,7 +171,7 @@ def wait_for_all(
         given_up = [checkpoint for checkpoint in pending if is_given_up(checkpoint)]
         if given_up and len(given_up) == len(pending):
             why = given_up[0].flush.error.rstrip(".")
-            raise FlushFailed(given_up[0].name, _with_remains(settings, given_up, why))
+            raise FlushFailed(given_up[0].name, with_remains(settings, given_up, why))
         return not pending
 
     waiting = _Wait(
@@ -197,11 +196,12 @@ def wait_for_exports(settings: Settings, wake: Wake) -> None:
     begun = (ExportState.WAITING, ExportState.RUNNING)
     waiting = _Wait(
         settings=settings,
-        what=f"exports to {settings.export.to} aren't done",
+        what=f"exports to {settings.export.to} aren't made",
         is_over=lambda: not any(one.state in begun for one in read_exports(directory).records),
         awaited=list,
         wake=wake,
         show=None,
+        ends_without_agent=True,
     )
     waiting.run(None)
     for one in read_exports(directory).records:
@@ -211,55 +211,32 @@ def wait_for_exports(settings: Settings, wake: Wake) -> None:
 
 
 class AgentPatience:
-    """Tells when to wait no longer for an agent that can't start, ends at once or is stopped."""
+    """Wakes the agent, and tells when to wait no longer for one that can't start or is stopped."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._since: float | None = None
+    def __init__(self, settings: Settings, wake: Wake) -> None:
+        self._settings, self._wake = settings, wake
+        self._seconds = min(_ABSENT_SECONDS, exchange_timeout())
+        self._woken: float | None = None
+        self._since, self._tries = 0.0, 0
         self._seen: Sequence[CheckpointStatus] = ()
 
-    def is_over(self, why_not: str) -> bool:
-        """Return whether it is over."""
+    def ended_by(self) -> str:
+        """Wake the agent if it is time to; return why there is none, once patience is over."""
+        now = time.monotonic()
+        pause = min(_WAKE_EVERY, self._seconds / _ABSENT_TRIES)
+        if self._woken is not None and now - self._woken < pause:
+            return ""
+        why_not = self._wake(self._woken is None)
+        self._woken = now = time.monotonic()
         if not why_not:
-            self._since = None
-            return False
-        now, seen = time.monotonic(), status(self._settings)
-        if self._since is None or seen != self._seen:  # a busy one may answer late
-            self._since, self._seen = now, seen
-        return now - self._since > min(_ABSENT_SECONDS, exchange_timeout())
-
-
-def _raise_absent(settings: Settings, why_not: str) -> None:
-    """Raise FlushFailed where something awaits an agent that isn't there."""
-    memory = JobMemory(settings.memory_root, settings.job)
-    pending = [checkpoint for checkpoint in memory.checkpoints() if checkpoint.pending]
-    if pending:
-        why = f"the agent {why_not} (its log: {agent_log(settings)})"
-        raise FlushFailed(pending[0].name, _with_remains(settings, pending, why, "an agent runs"))
-
-
-def _with_remains(
-    settings: Settings, left: Sequence[LocalCheckpoint], why: str, once: str = "storage admits it"
-) -> str:
-    """Return why, what stays in memory, and how to bring that to storage later."""
-    count, nbytes = len(left), sum(one.local_nbytes() for one in left)
-    names = ", ".join(one.name for one in left[:_MOST_NAMES])
-    names += f" and {count - _MOST_NAMES} more" if count > _MOST_NAMES else ""
-    what = f"{count} checkpoints stay" if count > 1 else "It stays"
-    return (
-        f"{why}. {what} in this node's memory ({names}; {gib(nbytes)}), for as long as the node "
-        f"lives. Once {once}, the job's next start here flushes that; so does: "
-        f"{_flush_command(settings)}"
-    )
-
-
-def _flush_command(settings: Settings) -> str:
-    words = ["dcp-mem", "flush", settings.url or "-"]
-    if settings.job != job_name(None, settings.url):
-        words += ["--job", settings.job]
-    if settings.memory_root != memory_root_path(None):
-        words += ["--memory-root", settings.memory_root]
-    return shlex.join(words)
+            self._tries = 0
+            return ""
+        seen = status(self._settings)
+        if not self._tries or seen != self._seen:  # a busy one may answer late
+            self._since, self._tries, self._seen = now, 0, seen
+        self._tries += 1
+        is_over = self._tries > _ABSENT_TRIES and now - self._since > self._seconds
+        return why_not if is_over else ""
 
 
 # -- how far a checkpoint is -----------------------------------------------------------------------
@@ -388,24 +365,28 @@ class _Wait:
     wake: Wake
     show: Show | None  # shown what is awaited several times a second
     state: State = State.DURABLE  # what is awaited: an agent only makes checkpoints durable
+    ends_without_agent: bool = False  # where nothing in memory awaits it
 
     def run(self, timeout: float | None) -> None:
         """Return once it has happened. Raises WaitTimeout, or what `is_over` raises."""
         if self.is_over():
             return
-        patience = AgentPatience(self.settings)
-        patience.is_over(self.wake(True))
-        started = woken = complained = time.monotonic()
+        patience = AgentPatience(self.settings, self.wake)
+        patience.ended_by()
+        started = complained = time.monotonic()
         pause = _FIRST_PAUSE
         while not self._is_over_and_shown():
             now = time.monotonic()
             if timeout is not None and now - started > timeout:
                 raise WaitTimeout(f"{self.what} after {timeout:g} s; {_trouble(self.settings)}")
-            if now - woken > _WAKE_EVERY:
-                why_not = self.wake(False)  # should the agent have died
-                woken = now
-                if patience.is_over(why_not) and self.state is State.DURABLE:
-                    _raise_absent(self.settings, why_not)
+            # The agent may have died.
+            if (why_not := patience.ended_by()) and self.state is State.DURABLE:
+                left, text = left_without_agent(self.settings, why_not)
+                if left:
+                    raise FlushFailed(left[0].name, text)
+                if self.ends_without_agent:
+                    log.error("%s: the agent %s", self.what, why_not)
+                    return
             if now - complained > _COMPLAIN_EVERY:
                 seconds = now - started
                 log.warning("%s after %.0f s; %s", self.what, seconds, _trouble(self.settings))

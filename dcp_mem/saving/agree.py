@@ -269,10 +269,10 @@ def _agree_at_length(
         if not _waits(context, verdict):
             return None
         waiting.complain(verdict)
-        why_not = context.session.wake_agent(context.settings)
+        why_not = waiting.in_vain()
         time.sleep(_PAUSE)
         report = _report(context, topology, planned)
-        if waiting.is_in_vain(why_not):
+        if why_not:
             why = f"memory is full until a flush frees some, and the agent {why_not}"
             report = replace(report, error=described(FlushFailed(context.name, why)))
 
@@ -295,11 +295,14 @@ class _RoomWait:
     def __init__(self, context: SaveContext) -> None:
         self._context = context
         self._started = self._complained = time.monotonic()
-        self._patience = AgentPatience(context.settings)
+        self._patience = AgentPatience(context.settings, self._wake)
 
-    def is_in_vain(self, why_not: str) -> bool:
-        """Return whether there is no agent that would free a slot."""
-        return self._patience.is_over(why_not)
+    def in_vain(self) -> str:
+        """Return why there is no agent that would free a slot; "" while there may be one."""
+        return self._patience.ended_by()
+
+    def _wake(self, _: bool) -> str:
+        return self._context.session.wake_agent(self._context.settings, is_waiting=True)
 
     def complain(self, verdict: Verdict) -> None:
         now = time.monotonic()

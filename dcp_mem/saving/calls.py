@@ -26,6 +26,7 @@ from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.values import SaveContext
 
 _Texts = tuple[str, ...]
+_AGREED = "settings agreed"
 
 
 @dataclass(slots=True)
@@ -108,12 +109,14 @@ def opened_together(ranks: Ranks, opened: Attempted[Session], settings: Settings
     Raises Exception, RankFailed, ConfigError.
     """
     if not ranks.is_connected:
-        session = on_all_ranks(ranks, "opening the job's memory", lambda: opened.value)
-        _refuse_other_settings(ranks, settings)
-        return session
-    if opened.error is not None:
+        on_all_ranks(ranks, "opening the job's memory", lambda: opened.value)
+    elif opened.error is not None:
         ranks.leave(described(opened.error))
-    return opened.value
+    session = opened.value
+    if _AGREED not in ranks.cache:  # loads, say, connect the ranks without
+        _refuse_other_settings(ranks, settings)
+        ranks.cache[_AGREED] = True
+    return session
 
 
 def _refuse_other_settings(ranks: Ranks, settings: Settings) -> None:

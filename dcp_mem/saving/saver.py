@@ -120,7 +120,8 @@ class Saver:
 
         `takeover`: where dcp_mem may plan the save; None where DCP's planner has to.
         """
-        if os.environ.get("RANK", "0") != "0":  # rank 0 may save alone, with no_dist=True
+        # Rank 0 may save alone; so may a rank whose call says so, before torch changes that.
+        if os.environ.get("RANK", "0") != "0" and variable_of_call(_is_alone) is None:
             refuse_missing_group()
         staged = takeover.staged if takeover is not None else None
         info = self.take_info() if staged is None else staged.info
@@ -627,6 +628,11 @@ class Saver:
         number = state.pop("_seen")
         self.__dict__.update(state, calls=ThreadCalls())
         note_seen(self.settings, number)
+
+
+def _is_alone(value: Any) -> bool:
+    """Tell whether these are the arguments of a call of DCP with no_dist=True."""
+    return type(value) is dict and "storage_writer" in value and value.get("no_dist") is True
 
 
 def _settle(context: SaveContext, takeover: DcpTakeover) -> None:

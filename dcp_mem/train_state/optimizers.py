@@ -9,7 +9,6 @@ have records of their own. A load takes all records, and finds each parameter's 
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -233,9 +232,8 @@ class Optimizers:
 
 
 def refuse_needing_closure(optimizer: Optimizer) -> None:
-    """Raise if a fresh optimizer of this kind, as LBFGS, can't be given sharded state to load."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    """Raise for LBFGS: a fresh one can't be given sharded state to load."""
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             f"{type(optimizer).__name__}: its state of sharded parameters can't be restored, since "
             f"a fresh one has none to load into: take another optimizer, or don't shard"

@@ -456,6 +456,24 @@ def test_an_export_whose_process_is_killed_is_repeated_and_told(job: Job, tmp_pa
         assert_equal(load_export(out / f"step-{number}"), make_weights(number))
 
 
+def close_without_agent(job: Job, export: HuggingFaceExport) -> None:
+    os.environ |= {"DCP_MEM_FAULTS": "export.shard:stop:1", "DCP_MEM_TIMEOUT": "1"}
+    with job.writer(export=export) as writer:
+        save(writer, 1)
+        wait_until(lambda: is_stopped(job.memory), "the export to come to its point")
+        stopped = [*agents(job.memory), *exporters(job.memory)]
+        stopped[0].suspend()
+    for one in stopped:
+        one.kill()
+
+
+def test_close_ends_where_nothing_but_an_export_awaits_an_agent_that_is_stopped(
+    job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forked(close_without_agent, job, HuggingFaceExport(tmp_path / "out"), timeout=60)
+    assert "aren't made: the agent doesn't answer" in capfd.readouterr().out
+
+
 def flush_while_exporting(job: Job, export: HuggingFaceExport, gate: Path) -> list[str]:
     """Save on and on while an export runs; it gets no further until it may."""
     os.environ[GATE] = str(gate)

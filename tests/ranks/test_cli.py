@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,14 +25,16 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 import dcp_mem.integrations.nebula
-from dcp_mem import FlushFailed, keep_last
+from dcp_mem import FlushFailed, WaitTimeout, keep_last
 from dcp_mem.cli.main import main
+from dcp_mem.common import faults
 from dcp_mem.config import settings
 from dcp_mem.format import names
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations.doctor import examine
 from dcp_mem.operations.export import export_safetensors
+from dcp_mem.operations.flush import flush_now
 from dcp_mem.operations.inventory import list_checkpoints
 from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.damage import flip
@@ -188,6 +191,27 @@ def _save_to_be_flushed(job: Job) -> None:
         writer = job.writer()
         save(writer, 1)
         writer.close(flush=False)
+
+
+def _save_and_wait(job: Job) -> None:
+    faults.arm("flush.started:stop:1")
+    with job.writer(agent="thread") as writer:
+        save(writer, 1)
+
+
+def test_flush_waits_for_the_flush_thread_of_a_live_job(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_MEM_TIMEOUT", "1")
+    chosen = job.writer().settings
+    with forking(_save_and_wait, None, job) as ranks:
+        trainer = psutil.Process(ranks.pid())
+        wait_until(lambda: trainer.status() == psutil.STATUS_STOPPED, "the flush to begin")
+        with pytest.raises(WaitTimeout):
+            flush_now(chosen, timeout=5)
+        trainer.resume()
+        assert [one.error for one in flush_now(chosen)] == [""]
+        ranks.join()
 
 
 def test_reject_says_what_it_cannot_do(shell: Shell) -> None:

@@ -11,6 +11,10 @@ import stat
 import struct
 import sys
 import tempfile
+import threading
+import time
+import types
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import dcp_mem
 from dcp_mem import (
@@ -33,7 +38,11 @@ from dcp_mem import (
     TrainState,
     every_n_saves,
 )
-from dcp_mem.flushing.agent_handle import socket_directory
+from dcp_mem.errors import kind_of
+from dcp_mem.flushing import agent_handle
+from dcp_mem.flushing.agent_handle import AgentHandle, socket_directory
+from dcp_mem.flushing.registration import registration_of
+from dcp_mem.runtime.states import AgentPatience
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.storage.file_systems import become_nobody, needs_root
 
@@ -52,7 +61,7 @@ def test_a_state_that_is_no_dict_raises_from_each_call_of_a_manager(
     options: dict[str, Any] = {"memory_root": memory_root, "job": "job", "on_error": "warn"}
     with CheckpointManager(async_save=is_async, save_interval_steps=5, **options) as manager:
         for state in _no_dicts():
-            match = rf"state: give a dict such as .*TrainState.*, not a {type(state).__name__}$"
+            match = rf"state: give a dict such as .*TrainState.*, not {kind_of(state)}$"
             with pytest.raises(ConfigError, match=match):
                 manager.restore(state)
             with pytest.raises(ConfigError, match=match):
@@ -66,6 +75,15 @@ def test_a_state_that_is_no_dict_raises_from_each_call_of_a_manager(
         with pytest.raises(ConfigError, match="step is a dict: give the number"):
             manager.save({"n": 1}, 5)  # type: ignore[arg-type]
         assert manager.latest() == 1
+
+
+def test_a_kind_has_its_article() -> None:
+    assert [kind_of(one) for one in (1, None, OrderedDict(), "")] == [
+        "an int",
+        "None",
+        "an OrderedDict",
+        "a str",
+    ]
 
 
 def test_a_state_that_is_no_dict_raises_from_each_function(memory_root: Path) -> None:
@@ -203,17 +221,24 @@ def test_roots_that_differ_are_both_named_by_the_first_call(memory_root: Path, u
 def _settings_differ(root: str) -> str:
     keep = 2 + dist.get_rank()
     with CheckpointManager(memory_root=root, job="job", keep_memory=keep) as manager:
-        error = raised_by(lambda: manager.save(1, {"x": torch.ones(2)}))
-    return f"{type(error).__name__}: {error}"
+        assert manager.restore({"x": torch.ones(2)}) is None
+        raised_by(lambda: manager.delete(7))  # which connects the ranks that save
+        errors = [raised_by(lambda: manager.save(1, {"x": torch.ones(2)})) for _ in range(2)]
+    assert str(errors[0]) == str(errors[1])
+    return f"{type(errors[0]).__name__}: {errors[0]}"
 
 
-def test_settings_that_differ_are_both_named_by_the_first_save(memory_root: Path) -> None:
+def test_settings_that_differ_are_both_named_by_each_save(memory_root: Path) -> None:
     text = "ConfigError: the ranks save with different settings: rank 0 has keep_memory=2, "
     text += "rank 1 has keep_memory=3; give all ranks the same"
     assert forked_ranks(_settings_differ, 3, str(memory_root))[:2] == [text] * 2
 
 
 # -- ranks that never met --------------------------------------------------------------------------
+
+
+class _OwnPlanner(DefaultSavePlanner):
+    """One that torch has to ask."""
 
 
 def _saves_without_a_group(root: str, rank: str) -> list[str]:
@@ -228,8 +253,22 @@ def _saves_without_a_group(root: str, rank: str) -> list[str]:
         lambda: dcp_mem.async_save(state, **save),
         lambda: dcp.save(state, **save),
         lambda: dcp_mem.save(state, no_dist=True, **save),
+        lambda: dcp_mem.save(state, no_dist=True, planner=_OwnPlanner(), **save),
+        lambda: dcp_mem.async_save(state, no_dist=True, **save).result(),
+        lambda: dcp.save(state, no_dist=True, **save),
     ]
     return [str(raised_by(call)).split(",")[0] for call in calls]
+
+
+def _saves_with_a_bare_world_size(root: str) -> str:
+    os.environ["WORLD_SIZE"] = "2"
+    os.environ.pop("RANK", None)
+    with CheckpointManager(memory_root=root, job="job", on_error="raise") as manager:
+        return str(raised_by(lambda: manager.save(1, {"x": torch.ones(2)})))
+
+
+def test_a_process_alone_saves_whatever_world_size_its_script_exports(memory_root: Path) -> None:
+    assert forked(_saves_with_a_bare_world_size, str(memory_root)) == "None"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -238,7 +277,7 @@ def test_ranks_without_a_process_group_do_not_save_each_on_its_own(
 ) -> None:
     found = forked(_saves_without_a_group, str(memory_root), str(rank))
     refused = "WORLD_SIZE is 2"
-    assert found == [refused] * 4 + [refused if rank else "None"] + ["None"]
+    assert found == [refused] * 4 + [refused if rank else "None"] + ["None"] * 4
 
 
 # -- roots that can't work -------------------------------------------------------------------------
@@ -251,13 +290,18 @@ def test_ranks_without_a_process_group_do_not_save_each_on_its_own(
         (Path("s3://bucket/run"), "s3://bucket/run"),
         (Path("abfs://container/run"), "abfs://container/run"),
         ("gs:/bucket/run", "gs://bucket/run"),
-        ("file:/tmp/run", "file://tmp/run"),
     ],
 )
 def test_a_url_that_has_lost_a_slash_is_refused(path: Any, meant: str) -> None:
     for make in (CheckpointManager, MemoryStorageWriter, MemoryStorageReader, dcp_mem.serve):
         with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
             make(path)
+
+
+def test_a_file_url_that_has_lost_a_slash_is_told_its_path() -> None:
+    for path in (Path("file:///tmp/run"), "local:/tmp/run"):
+        with pytest.raises(ConfigError, match=r"give /tmp/run$"):
+            CheckpointManager(path)
 
 
 def test_a_directory_with_a_colon_is_a_directory(tmp_path: Path, memory_root: Path) -> None:
@@ -402,6 +446,101 @@ def test_a_stopped_agent_holds_up_one_save_and_no_wait_for_ever(
     taken, error = forked(_stopped_agent, str(memory_root), str(url), env=env)
     assert re.search(r"the agent doesn't answer: it may be stopped.*dcp-mem flush", error), error
     assert sum(taken) < 0.5 * len(taken)  # each waited for an answer for 0.5 s
+
+
+def _of_this_script() -> Any:
+    """An object of a class that the agent can't import."""
+    script = sys.modules["training_script"] = types.ModuleType("training_script")
+    exec("class Credential: pass", script.__dict__)
+    return script.Credential()
+
+
+def _close_with_unreadable_options(root: str, url: str) -> str:
+    options = {"credential": _of_this_script()}
+    manager = CheckpointManager(url, memory_root=root, storage_options=options, on_error="raise")
+    manager.save(1, {"x": torch.ones(2)})
+    return str(raised_by(manager.close))
+
+
+def test_close_ends_where_the_agent_cannot_read_the_storage_options(
+    memory_root: Path, url: Path
+) -> None:
+    env = {"DCP_MEM_TIMEOUT": "1"}
+    text = forked(_close_with_unreadable_options, str(memory_root), str(url), env=env, timeout=30)
+    assert re.search(r"the agent can't read this job's storage_options: .*agent='thread'", text)
+    assert "stays in this node's memory (step-1;" in text
+
+
+def _answers(late: float) -> Callable[..., bytes | None]:
+    return lambda root, message, seconds=0.5: b"+" if seconds > late else None
+
+
+def test_an_agent_that_was_silent_once_is_given_time_again(
+    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registration = registration_of(MemoryStorageWriter(url, memory_root=memory_root).settings)
+    handle = AgentHandle(str(memory_root))
+    monkeypatch.setattr(agent_handle, "send", _answers(late=1.0))
+    assert handle.wake(registration)
+    monkeypatch.setattr(agent_handle, "send", _answers(late=0.04))
+    assert not all(handle.wake(registration) for _ in range(10))
+
+
+def _full_beside_a_slow_agent(root: str, url: str) -> str:
+    options: dict[str, Any] = {"memory_limit": "8MiB", "on_slow_storage": "all", "keep_memory": 1}
+    state = {"x": torch.ones(1 << 19)}
+    with CheckpointManager(url, memory_root=root, on_error="raise", **options) as manager:
+        manager.save(0, state)
+        manager.wait(0)
+        agent = _agent_of(root)
+        os.kill(agent, signal.SIGSTOP)
+        answers = iter([None])
+        slow = _answers(late=0.04)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agent_handle, "send", lambda *given: next(answers, slow(*given)))
+            threading.Timer(4, os.kill, (agent, signal.SIGCONT)).start()
+            return str(raised_by(lambda: [manager.save(step, state) for step in range(1, 4)]))
+
+
+def test_a_save_waits_for_room_beside_an_agent_that_answers_late(
+    memory_root: Path, url: Path
+) -> None:
+    env = {"DCP_MEM_TIMEOUT": "1"}
+    assert forked(_full_beside_a_slow_agent, str(memory_root), str(url), env=env) == "None"
+
+
+def test_an_agent_is_given_up_after_some_tries_however_long_they_take(
+    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = MemoryStorageWriter(url, memory_root=memory_root).settings
+    now = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    patience = AgentPatience(settings, lambda _: "is gone")
+    assert [patience.ended_by() for _ in range(6)] == [""] * 5 + ["is gone"]
+
+
+def _briefly_silent(root: str, url: str) -> list[str]:
+    lines: list[str] = []
+    logging.getLogger("dcp_mem").addHandler(_Collecting(lines))
+    manager = CheckpointManager(url, memory_root=root)
+    manager.save(1, {"x": torch.ones(2)})
+    manager.wait(1)
+    agent = _agent_of(root)
+    os.kill(agent, signal.SIGSTOP)
+    manager.save(2, {"x": torch.ones(2)})
+    assert lines == []  # it may only be busy
+    raised_by(lambda: manager.wait(2, timeout=5))
+    os.kill(agent, signal.SIGCONT)
+    manager.close()
+    return lines
+
+
+def test_an_agent_that_stays_silent_is_an_error_that_names_what_stays(
+    memory_root: Path, url: Path
+) -> None:
+    lines = forked(_briefly_silent, str(memory_root), str(url))
+    (line,) = [one for one in lines if one.startswith("nothing reaches storage")]
+    assert re.search(r"the agent doesn't answer.*stays.*\(step-2;.*dcp-mem flush", line), line
 
 
 # -- colleagues on a shared file system ------------------------------------------------------------
