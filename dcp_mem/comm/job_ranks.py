@@ -266,6 +266,9 @@ class JobRanks:
             if self._was_silent and self._others_gave_up():
                 raise RuntimeError("other ranks have given up meanwhile")
             found = act(self._wire(deadline, swaps=swaps))
+        except ConfigError as error:  # roots that differ: ranks that talk to this one wait in vain
+            self.leave(str(error))
+            raise
         except DcpMemError:
             raise
         except Exception as error:

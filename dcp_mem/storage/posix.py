@@ -584,8 +584,8 @@ def _missing(path: str) -> list[str]:
     return missing
 
 
-def _make_root(url: str) -> None:
-    """Make the root, and the directories above it, where they are missing."""
+def _make_root(url: str) -> list[str]:
+    """Make the root, and the directories above it, where they are missing; return these."""
     for _ in range(_MOST_REMOVED):
         missing = _missing(url)
         try:
@@ -593,8 +593,9 @@ def _make_root(url: str) -> None:
                 _make_directory(directory)
         except FileNotFoundError:  # somebody removes them meanwhile, or none can be made
             continue
-        return
+        return missing
     _refuse_where_nothing_is_made(url, missing[-1])
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
 
 
 def _refuse_where_nothing_is_made(url: str, missing: str) -> None:

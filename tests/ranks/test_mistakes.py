@@ -78,7 +78,7 @@ def test_a_state_that_is_no_dict_raises_from_each_call_of_a_manager(
 
 
 def test_a_kind_has_its_article() -> None:
-    assert [kind_of(one) for one in (1, None, OrderedDict(), "")] == [
+    assert [kind_of(one) for one in list[object]([1, None, OrderedDict(), ""])] == [
         "an int",
         "None",
         "an OrderedDict",

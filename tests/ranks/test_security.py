@@ -7,6 +7,7 @@ import shutil
 import socket
 import stat
 import struct
+import tempfile
 import threading
 import time
 import traceback
@@ -552,6 +553,7 @@ def test_a_url_with_a_secret_in_it_is_refused_and_not_repeated(url: str) -> None
 def _agrees(environments: Sequence[Mapping[str, str]]) -> str:
     """Agree with the other rank; return what that raises."""
     os.environ.update(environments[dist.get_rank()])
+    tempfile.tempdir = None  # the process that was forked may have looked for it
     error = raised_by(lambda: ranks_of(None, "who").all_reduce(1, int.__add__))
     assert error is None or isinstance(error, RankFailed)
     dist.barrier()  # who is refused mustn't end the store that the other one learns it from
@@ -621,30 +623,28 @@ def test_a_secret_file_that_keeps_no_secret_is_refused(
 
 
 @pytest.mark.parametrize("root", ["open", "of a missing directory/root", "a file"])
-def test_a_memory_root_that_can_keep_no_secret_has_a_private_directory_stand_in(
-    memory_root: Path, root: str
+def test_a_tmp_path_that_can_keep_no_secret_has_a_private_directory_stand_in(
+    tmp_path: Path, root: str
 ) -> None:
-    (memory_root / "open").mkdir()
-    (memory_root / "open").chmod(0o777)
-    (memory_root / "a file").touch()
-    (memory_root / "tmp").mkdir()
-    env = {"DCP_MEM_ROOT": str(memory_root / root), "TMPDIR": str(memory_root / "tmp"), **_SOON}
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "a file").touch()
+    (tmp_path / "tmp").mkdir()
+    env = {"DCP_MEM_ROOT": str(tmp_path / root), "TMPDIR": str(tmp_path / "tmp"), **_SOON}
     assert forked_ranks(_agrees, 2, [{}, {}], env=env) == ["", ""]
-    (memory_root / "open").chmod(0o700)
-    assert list((memory_root / "open").iterdir()) == []
-    (kept,) = (memory_root / "tmp").glob("dcp_mem-*/.secret")
+    assert list((tmp_path / "open").iterdir()) == []
+    (kept,) = (tmp_path / "tmp").glob("dcp_mem-*/.secret")
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
 
 
-def test_where_no_directory_can_keep_the_secret_the_error_says_so(memory_root: Path) -> None:
-    (memory_root / "open").mkdir()
-    (memory_root / "open").chmod(0o777)
-    (memory_root / "tmp").mkdir()
-    (memory_root / "tmp" / f"dcp_mem-{os.geteuid()}").touch()
-    env = {"DCP_MEM_ROOT": str(memory_root / "open"), "TMPDIR": str(memory_root / "tmp"), **_SOON}
+def test_where_no_directory_can_keep_the_secret_the_error_says_so(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / f"dcp_mem-{os.geteuid()}").touch()
+    env = {"DCP_MEM_ROOT": str(tmp_path / "open"), "TMPDIR": str(tmp_path / "tmp"), **_SOON}
     found = forked_ranks(_agrees, 2, [{}, {}], env=env)
-    (memory_root / "open").chmod(0o700)
     for text in found:
         assert "it isn't a directory that you alone may write to" in text
 
