@@ -623,7 +623,7 @@ def test_a_secret_file_that_keeps_no_secret_is_refused(
 
 
 @pytest.mark.parametrize("root", ["open", "of a missing directory/root", "a file"])
-def test_a_tmp_path_that_can_keep_no_secret_has_a_private_directory_stand_in(
+def test_a_memory_root_that_can_keep_no_secret_has_a_private_directory_stand_in(
     tmp_path: Path, root: str
 ) -> None:
     (tmp_path / "open").mkdir()
