@@ -196,11 +196,16 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(original: Path, memory_root: Path) -> Path:
-    """A copy to be damaged."""
-    shutil.copytree(
-        original, memory_root, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".agent")
-    )
+    """A copy of the nodes' memory, to be damaged."""
+    left_out = shutil.ignore_patterns(".agent", "run")
+    shutil.copytree(original, memory_root, dirs_exist_ok=True, ignore=left_out)
     return memory_root
+
+
+@pytest.fixture
+def stored(original: Path, tmp_path: Path) -> str:
+    """A copy of what is on storage."""
+    return str(shutil.copytree(original / "run", tmp_path / "run"))
 
 
 AS_BEFORE = (0, 0, 1, 1)
@@ -232,11 +237,12 @@ def test_a_direct_load_puts_it_together_as_well(saved: Path) -> None:
     assert run_ranks(_load_directly, 3, saved, (0, 2, 1)) == [("memory and peers", True)] * 3
 
 
-def test_what_no_node_has_comes_from_storage_and_the_rest_from_memory(saved: Path) -> None:
-    path = str(saved / "run")
+def test_what_no_node_has_comes_from_storage_and_the_rest_from_memory(
+    saved: Path, stored: str
+) -> None:
     shutil.rmtree(saved / "node1")
     assert (
-        run_ranks(_load, 2, saved, path, (0, 1))
+        run_ranks(_load, 2, saved, stored, (0, 1))
         == [("step-2", "memory and peers and storage", True)] * 2
     )
     shutil.rmtree(saved / "node0")
@@ -260,9 +266,10 @@ def test_a_torn_segment_makes_all_ranks_take_the_older_checkpoint(saved: Path) -
     assert outcomes == [("step-1", "memory and peers", False)] * 4
 
 
-def test_a_segment_that_can_be_opened_and_not_read_comes_from_elsewhere(saved: Path) -> None:
-    path = str(saved / "run")
-    outcomes = run_ranks(_load_where_a_read_fails, 4, saved, path, AS_BEFORE, 2)
+def test_a_segment_that_can_be_opened_and_not_read_comes_from_elsewhere(
+    saved: Path, stored: str
+) -> None:
+    outcomes = run_ranks(_load_where_a_read_fails, 4, saved, stored, AS_BEFORE, 2)
     assert outcomes == [("step-2", "memory and peers and storage", True)] * 4
 
 
