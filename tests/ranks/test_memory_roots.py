@@ -246,7 +246,7 @@ def test_what_no_node_has_comes_from_storage_and_the_rest_from_memory(
         == [("step-2", "memory and peers and storage", True)] * 2
     )
     shutil.rmtree(saved / "node0")
-    assert run_ranks(_load, 4, saved, path, AS_BEFORE) == [("step-2", "storage", True)] * 4
+    assert run_ranks(_load, 4, saved, stored, AS_BEFORE) == [("step-2", "storage", True)] * 4
 
 
 def test_a_checkpoint_that_lacks_segments_is_refused_on_all_ranks_alike(saved: Path) -> None:
