@@ -56,7 +56,7 @@ _UNREACHABLE = "http://127.0.0.1:9"  # the discard port, where nothing listens
         ({"path": None}, r"give job='my-run'"),
         ({"path": "run", "job": "../other"}, "up to 128 letters"),
         ({"path": b"run"}, "give a text or a path, not a bytes"),
-        ({"path": 7}, "path=7: give a text or a path, not a int"),
+        ({"path": 7}, "path=7: give a text or a path, not an int"),
         ({"path": "run", "job": 7}, "job=7: give a text or a path"),
         ({"path": "run", "memory_root": 7}, "memory_root=7: give a text or a path"),
         (
@@ -654,7 +654,7 @@ def test_name_that_is_none_under_the_root_is_refused_on_every_rank(
         for name, error in zip(names[:-1], errors, strict=False):
             assert isinstance(error, ConfigError), name
             if name == 7:
-                assert "checkpoint_id=7: give a text or a path, not a int" in str(error)
+                assert "checkpoint_id=7: give a text or a path, not an int" in str(error)
                 continue
             assert (
                 "give a plain name such as 'step-100',"

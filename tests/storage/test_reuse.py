@@ -706,11 +706,15 @@ def test_a_file_that_goes_while_it_is_copied_harms_nothing(
 def _save_while_files_are_denied(
     job: Job, number: int, versions: tuple[int, ...]
 ) -> list[CheckpointStatus]:
-    def denied(path: str) -> int:
-        raise OSError(number, os.strerror(number), path)
+    opened = dcp_mem.storage.posix.open_file
+
+    def denied(path: str, *more: int) -> int:
+        if path.endswith(".distcp"):
+            raise OSError(number, os.strerror(number), path)
+        return opened(path, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_mem.storage.posix, "_open", denied)
+        patch.setattr(dcp_mem.storage.posix, "open_file", denied)
         return _save_as_second(job, versions)
 
 
