@@ -671,9 +671,9 @@ def test_agent_that_meets_one_about_to_end_takes_its_place(
     ending = os.open(memory_root / ".agent" / "lock", os.O_RDWR)
     wait_for(lambda: locks.try_lease(ending, exclusive=True), "the killed agent's lock to be free")
 
-    def end_without_an_answer(*_: object) -> bool:
+    def end_without_an_answer(*_: object) -> bytes:
         locks.end_lease(ending)
-        return False
+        return b""
 
     monkeypatch.setattr(agent, "send", end_without_an_answer)
     monkeypatch.setattr(agent, "_LINGER", 0.0)

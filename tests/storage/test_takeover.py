@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -289,6 +290,13 @@ def test_who_has_waited_long_gives_the_holders_of_copies_their_time(nodes: Nodes
     assert nodes.outcome(2 - holder) == nodes.outcome(holder) == ("durable", "")
 
 
+def _hears(
+    heard: list[frozenset[str] | None], registration: Registration, *, is_waiting: bool
+) -> str:
+    heard.append(registration.nodes)
+    return ""
+
+
 def _count_wakes(job: Job, pending: bool) -> list[frozenset[str] | None]:
     """Save three times in a new run after an older checkpoint; return what the agent was told.
 
@@ -304,7 +312,7 @@ def _count_wakes(job: Job, pending: bool) -> list[frozenset[str] | None]:
         patch.setattr(
             dcp_mem.flushing.agent_handle.AgentHandle,
             "wake",
-            lambda _, registration: heard.append(registration.nodes),
+            staticmethod(partial(_hears, heard)),
         )
         patch.setattr(dcp_mem.flushing.agent_handle.AgentHandle, "is_gone", lambda _: False)
         writer = job.writer(persist=False, keep_memory=4)
@@ -328,7 +336,7 @@ def _save_in_parts(job: Job) -> list[frozenset[str] | None]:
         patch.setattr(
             dcp_mem.flushing.agent_handle.AgentHandle,
             "wake",
-            lambda _, registration: heard.append(registration.nodes),
+            staticmethod(partial(_hears, heard)),
         )
         writer = Job(job.url, f"{job.memory}/node{dist.get_rank()}").writer(
             persist=every_n_saves(1)
