@@ -26,6 +26,7 @@ import dcp_mem.storage.posix
 from dcp_mem import CheckpointStatus, FlushFailed, State
 from dcp_mem.cli.main import main
 from dcp_mem.common import faults
+from dcp_mem.common.files import open_file
 from dcp_mem.common.values import HISTORIES
 from dcp_mem.config import settings as settings_of
 from dcp_mem.format.history import from_csv
@@ -706,12 +707,10 @@ def test_a_file_that_goes_while_it_is_copied_harms_nothing(
 def _save_while_files_are_denied(
     job: Job, number: int, versions: tuple[int, ...]
 ) -> list[CheckpointStatus]:
-    opened = dcp_mem.storage.posix.open_file
-
     def denied(path: str, *more: int) -> int:
         if path.endswith(".distcp"):
             raise OSError(number, os.strerror(number), path)
-        return opened(path, *more)
+        return open_file(path, *more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp_mem.storage.posix, "open_file", denied)
