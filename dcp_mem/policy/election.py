@@ -133,7 +133,7 @@ def elect(
     ordered = {place.key: number for number, place in enumerate(newest_first(places, _itself))}
     choices.sort(key=lambda choice: ordered[choice.place.key])
     # Of one save and its copies, which all have its number, the save itself goes first.
-    first = dict[str, int]()
+    first = dict[tuple[str, int], int]()
     for number, choice in enumerate(choices):
         first.setdefault(_save_of(choice), number)
     copies = {(one.name, one.save_id) for one in stored if one.is_renamed}
@@ -152,8 +152,8 @@ def elect(
     )
 
 
-def _save_of(choice: ElectedCheckpoint) -> str:
-    return choice.save_id or f"/{choice.name}"
+def _save_of(choice: ElectedCheckpoint) -> tuple[str, int]:
+    return choice.save_id or f"/{choice.name}", choice.place.number
 
 
 def _stale(
