@@ -133,7 +133,7 @@ def elect(
     ordered = {place.key: number for number, place in enumerate(newest_first(places, _itself))}
     choices.sort(key=lambda choice: ordered[choice.place.key])
     # Of one save and its copies, which all have its number, the save itself goes first.
-    first = dict[tuple[str, int], int]()
+    first = dict[tuple[str, SaveNumber], int]()
     for number, choice in enumerate(choices):
         first.setdefault(_save_of(choice), number)
     copies = {(one.name, one.save_id) for one in stored if one.is_renamed}
@@ -152,7 +152,7 @@ def elect(
     )
 
 
-def _save_of(choice: ElectedCheckpoint) -> tuple[str, int]:
+def _save_of(choice: ElectedCheckpoint) -> tuple[str, SaveNumber]:
     return choice.save_id or f"/{choice.name}", choice.place.number
 
 
