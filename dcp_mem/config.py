@@ -61,7 +61,7 @@ def parity(k: int) -> Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOrder:
-    """What the agent must know of an export: when it is due, and which program makes it."""
+    """An export as the agent sees it: when it is due, and the program that makes it."""
 
     program: str
     to: str
@@ -72,7 +72,7 @@ class ExportOrder:
 
 
 class Purpose(NamedTuple):
-    """What connections are for: ranks meet where all of it is the same."""
+    """Kind of call, job and root; ranks meet where all three are equal."""
 
     verb: str
     job: str = ""

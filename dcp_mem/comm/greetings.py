@@ -1,4 +1,4 @@
-"""How a connection begins: both ends prove to each other that they belong to one job.
+"""The greeting of a connection: both ends prove that they belong to one job.
 
     who dials   -> who listens   its number, a random text, and a proof
     who listens -> who dials     a proof
@@ -49,7 +49,7 @@ Address = tuple[str, int]
 
 
 class Door:
-    """Where others of the job connect; strangers are sent away, and disturb nobody.
+    """A listening socket for ranks of the job; a connection that fails the greeting is closed.
 
     `address`: host and port; whoever connects must know it by these. `token`: what they must know
     besides.

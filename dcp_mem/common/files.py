@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class UnfitFile(OSError):
-    """What lies under a path isn't a file that may be read; nothing of it was read."""
+    """The path isn't a regular file, or is too large; nothing was read."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(errno.EINVAL, what, path)

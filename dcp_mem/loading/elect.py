@@ -30,7 +30,7 @@ class _Survey:
 @sendable
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """What rank 0 has made of all surveys."""
+    """Rank 0's decision from all ranks' surveys."""
 
     wanted: Sequence[str] = ()  # the names that ranks were asked for, where they differ
     # what can be loaded; None where it isn't rank 0 alone that elects

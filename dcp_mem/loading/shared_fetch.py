@@ -263,7 +263,7 @@ def _of_storage(extents: Extents, group: LoadGroup) -> Extents:
 
 @sendable
 class _Agreed(NamedTuple):
-    """What all ranks agree on. A plain tuple, because it is sent to all ranks."""
+    """What all ranks agree on; a plain tuple, as it is sent to all ranks."""
 
     failed: bool  # whether some node couldn't share out what it needs
     token: str
