@@ -49,28 +49,35 @@ class Retainer:
         Only whole checkpoints of dcp_mem's are looked at. The newest stays, and whatever is read.
 
         1. Look at names that are new on storage.
-        2. Let the policy choose, and look again at what stays: what was rejected meanwhile doesn't
-           count.
-        3. Delete each that is unchanged and that nobody reads, a limited number at once.
+        2. Let the policy choose, and look again: at what stays, since what was rejected meanwhile
+           doesn't count, and at what goes, since another process may have saved it anew.
+        3. Delete each that nobody reads, a limited number at once.
 
         `ownership`: of the storage; None where there is nobody to share it with. Returns names of
         the deleted checkpoints. Raises StorageUnavailable, StorageRefused, StorageTaken.
         """
         self._look(storage, committed)
-        deleted = []
         going = {one.key for one in self._leaving(policy, committed)}
         rejected = [name for name, known in self._known.items() if known.candidate.rejected]
         self._look_for_rejections(storage, self._known.keys() - going if going else rejected)
-        for one in self._leaving(policy, committed)[:_MOST_AT_ONCE]:
-            known = self._known[one.key]
+        seen: set[str] = set()
+        while unseen := set(self._going(policy, committed)) - seen:
+            self._look_at(storage, unseen)
+            seen |= unseen
+        deleted = []
+        for name in self._going(policy, committed):
+            known = self._known[name]
             if ownership is not None:
                 ownership.check()
                 if not ownership.may_delete(known.run):
                     continue
-            if _delete(storage, one.key, known):
-                deleted.append(one.key)
-            self._known.pop(one.key)  # if it is still there, it is looked at again next time
+            if _delete(storage, name, known):
+                deleted.append(name)
+            self._known.pop(name)  # if it is still there, it is looked at again next time
         return deleted
+
+    def _going(self, policy: Retention, committed: Manifest) -> list[str]:
+        return [one.key for one in self._leaving(policy, committed)[:_MOST_AT_ONCE]]
 
     def _leaving(self, policy: Retention, committed: Manifest) -> list[CheckpointFacts]:
         candidates = [known.candidate for known in self._known.values()]
@@ -94,9 +101,14 @@ class Retainer:
             del self._known[name]
         if committed.scope == names.COLLECTIVE:
             self._known[committed.name] = _known(committed)
-        new = sorted(listed - self._known.keys())
-        found = in_daemons(lambda name: _look_at(storage, name), new)
-        for name, known in zip(new, found, strict=True):
+        self._look_at(storage, listed - self._known.keys())
+
+    def _look_at(self, storage: Storage, of: Collection[str]) -> None:
+        """Look at these names, and forget those that no whole checkpoint of dcp_mem's has."""
+        ordered = sorted(of)
+        found = in_daemons(lambda name: _look_at(storage, name), ordered)
+        for name, known in zip(ordered, found, strict=True):
+            self._known.pop(name, None)
             if known is not None:
                 self._known[name] = known
 
@@ -110,12 +122,12 @@ def _rejected(storage: Storage, name: str) -> frozenset[str] | None:
 
 
 def _delete(storage: Storage, name: str, known: _Known) -> bool:
-    """Delete a checkpoint that nobody reads, if it is still the one that was looked at.
+    """Delete a checkpoint that nobody reads, if it is still that which was looked at.
 
     Readers take a lease first, and then look whether the checkpoint is committed. Here it is the
     other way round: `.metadata` goes first, and then leases are looked at. So one of both notices.
     """
-    if _look_at(storage, name) != known or is_being_read(storage, name):
+    if is_being_read(storage, name):
         return False
     key = f"{name}/{names.metadata_file(names.COLLECTIVE)}"
     try:

@@ -164,6 +164,8 @@ class PosixStorage:
             if os.path.lexists(above):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), above)
             path = os.path.join(os.path.dirname(above), name)
+            if _takes_nameless_file(os.path.dirname(above)):
+                return
             try:
                 os.mkdir(path, 0o700)
                 os.rmdir(path)
@@ -596,6 +598,15 @@ def _make_root(url: str) -> list[str]:
         return missing
     _refuse_where_nothing_is_made(url, missing[-1])
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
+
+
+def _takes_nameless_file(directory: str) -> bool:
+    """Make a file that nothing is left of, whoever is killed. False: not here, or not at all."""
+    try:
+        os.close(os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return False
+    return True
 
 
 def _refuse_where_nothing_is_made(url: str, missing: str) -> None:

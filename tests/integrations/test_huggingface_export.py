@@ -247,7 +247,7 @@ def test_a_function_names_tensors_and_dtype_converts_floating_point_alone(
         assert file.metadata() == {"format": "pt"}
 
 
-def test_an_export_has_the_umasks_modes_and_a_job_stays_private(job: Job, tmp_path: Path) -> None:
+def test_an_export_has_the_umasks_modes_and_memory_stays_private(job: Job, tmp_path: Path) -> None:
     out = tmp_path / "made" / "out"
     forked(save_as, job, HuggingFaceExport(out, part=""), timeout=120)
     expected = {f"model.{name}": tensor for name, tensor in make_weights(3).items()}
@@ -258,7 +258,7 @@ def test_an_export_has_the_umasks_modes_and_a_job_stays_private(job: Job, tmp_pa
     for path in (out, *out.rglob("*")):
         wanted = (0o777 if path.is_dir() else 0o666) & ~mask
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
-    assert stat.S_IMODE(Path(str(job.url)).stat().st_mode) == 0o700
+    assert stat.S_IMODE(Path(job.memory).stat().st_mode) == 0o700
 
 
 def peak_of_export(job: Job, export: HuggingFaceExport, count: int) -> int:

@@ -940,7 +940,8 @@ def _loads_many_small_tensors(places: Places) -> list[int]:
         dcp.save(state, checkpoint_id="a", storage_writer=writer)
         own = places.directory("memory", "a") / ".dcp_mem"
         wait_until(
-            lambda: len([*own.glob("checksums-*")]) == dist.get_world_size(), "checksums to be made"
+            lambda: len([*own.glob("checksums-*.json")]) == dist.get_world_size(),
+            "checksums to be made",
         )
         dist.barrier()
     counts = []

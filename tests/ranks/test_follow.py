@@ -615,7 +615,7 @@ def test_a_follower_goes_on_when_the_trainer_is_killed_and_starts_again(
 def _damage(job: Job, name: str) -> None:
     """Flip a bit of a tensor that the followers here load, once there are checksums."""
     (segment,) = (job.directory / name).glob("__0_0-*.distcp")
-    checksums = list((job.directory / name / ".dcp_mem").glob("checksums-__0_0-*"))
+    checksums = list((job.directory / name / ".dcp_mem").glob("checksums-__0_0-*.json"))
     assert checksums, "no checksums have been made yet"
     start = segment.read_bytes().index(_ROWS[5:9].add(float(name[5:])).numpy().tobytes())
     flip(segment, start)
@@ -624,7 +624,7 @@ def _damage(job: Job, name: str) -> None:
 def _have_checksums(job: Job, *names: str) -> None:
     """Wait for the checksums of rank 0's segments, which `_damage` flips a bit of."""
     own = [job.directory / name / ".dcp_mem" for name in names]
-    wait_until(lambda: all(any(path.glob("checksums-__0_0-*")) for path in own), "checksums")
+    wait_until(lambda: all(any(path.glob("checksums-__0_0-*.json")) for path in own), "checksums")
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one_that_is_new(

@@ -353,7 +353,6 @@ def test_the_trial_of_a_root_makes_no_name_that_its_user_may_make_meanwhile(
     root = tmp_path / "a" / "run"
     with CheckpointManager(root, memory_root=memory_root, persist=every_n_saves(9)) as manager:
         manager.save(1, {"n": 1})
-    assert any(one.startswith(f"{tmp_path}/trial.") for one in made)
     assert not {str(root), str(root.parent)} & set(made)
 
 

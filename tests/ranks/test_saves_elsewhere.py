@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
@@ -238,7 +239,7 @@ def _with(job: Job, options: dict[str, Any], call: dict[str, Any]) -> tuple[list
     with job.writer(keep_memory=2, **options) as writer:
         for step in range(12):
             if step == 6:
-                before = len(os.listdir("/proc/self/fd"))
+                before = _open_descriptors()
             state = make_state(step)
             with _counted() as (copied_by, _):
                 future = _begin(writer, state, f"step-{step}", **call)
@@ -247,7 +248,12 @@ def _with(job: Job, options: dict[str, Any], call: dict[str, Any]) -> tuple[list
             once.append("torch" not in copied_by)
             if not call.get("no_dist"):
                 assert _number_in(job, f"step-{step}") == step
-        return once, len(os.listdir("/proc/self/fd")) - before
+        return once, _open_descriptors() - before
+
+
+def _open_descriptors() -> int:
+    gc.collect()  # torch's tensors in shared memory may wait for it
+    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,15 @@ def test_what_has_been_saved_anew_under_the_name_stays(job: Job, storage: Storag
     assert load_anew(job, "step-0").number == 0
 
 
+def test_what_another_process_has_saved_anew_goes_in_its_turn(job: Job, storage: Storage) -> None:
+    retainer = Retainer()
+    assert _apply(storage, keep_last(9), retainer) == []
+    with job.writer() as writer:
+        _save(writer, 0, 0.05)
+        _save(writer, 2, 0.04)
+    assert _apply(storage, keep_last(1), retainer) == ["step-10", "step-0"]
+
+
 def test_what_another_attempt_is_putting_meanwhile_stays(storage: Storage) -> None:
     theirs = ["step-0/__0_0-99999999.distcp", "step-0/.dcp_mem/node-99999999-other.json"]
     for key in theirs:

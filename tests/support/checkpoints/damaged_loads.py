@@ -73,7 +73,7 @@ def _is_verified(job: Job, number: int) -> bool:
     """Whether a checkpoint in memory has checksums, and shares no file with another one."""
     directory = job.directory / f"step-{number}" / ".dcp_mem"
     catalogs = list(directory.glob("catalog-*"))
-    if len(catalogs) != 1 or not any(directory.glob("checksums-*")):
+    if len(catalogs) != 1 or not any(directory.glob("checksums-*.json")):
         return False  # or a temporary file is on its way to its name
     with suppress(FileNotFoundError):
         return catalogs[0].stat().st_nlink == 1
