@@ -4,165 +4,154 @@
 the final state, came out with the same bits as in a run that nothing disturbed.
 """
 
+from __future__ import annotations
+
 import argparse
+import json
+import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from types import FrameType
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
 
-from dcp_mem.demo.account import Runs, costs, examine, recoveries
-from dcp_mem.demo.launch import Launch, Outcome, RunFailedError, run
-from dcp_mem.demo.model import SIZES, state_bytes
-from dcp_mem.demo.schedule import KILLED_RANK, KILLED_SAVE, Schedule, checkpoint_id
-from dcp_mem.demo.show import detail, heading, show_claims, show_costs, show_recoveries
-from dcp_mem.demo.workplace import Workplace, forget, workplace
+from dcp_mem.demo.account import Account, Attempt, Schedule
+from dcp_mem.demo.train import KILLED_RANK, RANKS, SIZES, Options
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  not a temporary file: it is node memory
+# Bytes of four states: two kept, one being staged, one that a kill left behind.
+ROOM = {"default": 1_300_000_000, "small": 130_000_000}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of the command line."""
-
-    schedule: Schedule
-    ranks: int
-    size: str
-    path: str | None
-    keep_work: bool
-
-
-class Demo:
-    """The three runs, in one workplace."""
-
-    def __init__(self, options: Options, place: Workplace, console: Console) -> None:
-        self._options = options
-        self._schedule = options.schedule
-        self._place = place
-        self._console = console
-
-    def play(self) -> Runs:
-        """Run all three runs, in order."""
-        reference = self._train_undisturbed()
-        interrupted = self._train_and_be_killed()
-        self._lose_memory()
-        return Runs(reference, interrupted, self._train_from_storage())
-
-    def _train_undisturbed(self) -> Outcome:
-        heading(self._console, "1  A run that nothing disturbs, without checkpoints")
-        return self._run("reference")
-
-    def _train_and_be_killed(self) -> Outcome:
-        killed, stop = checkpoint_id(self._schedule.killed), self._schedule.stop_after
-        heading(
-            self._console,
-            f"2  The same with a checkpoint every {self._schedule.save_every} steps; "
-            f"rank {KILLED_RANK} is killed (SIGKILL) while it saves {killed}",
-        )
-        return self._run(
-            "interrupted",
-            *self._checkpointing(),
-            f"--kill-in-save={KILLED_SAVE}",
-            f"--stop-after={stop}",
-            max_restarts=1,
-        )
-
-    def _lose_memory(self) -> None:
-        forget(self._place.memory)
-        gone = "gone" if not self._place.memory.exists() else "STILL THERE"
-        detail(self._console, f"memory thrown away: {self._place.memory} is {gone}")
-
-    def _train_from_storage(self) -> Outcome:
-        heading(self._console, "3  A new job, on a node with nothing in memory")
-        return self._run("resumed", *self._checkpointing())
-
-    def _checkpointing(self) -> tuple[str, ...]:
-        return (
-            f"--save-every={self._schedule.save_every}",
-            f"--path={self._place.storage}",
-            f"--memory-root={self._place.memory}",
-        )
-
-    def _run(self, name: str, *arguments: str, max_restarts: int = 0) -> Outcome:
-        common = (f"--steps={self._schedule.steps}", f"--size={self._options.size}")
-        records = self._place.run_directory(name)
-        launch = Launch(self._options.ranks, max_restarts, (*common, *arguments), records)
-        return run(launch, lambda line: detail(self._console, line))
+console = Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def main() -> int:
     """Play the demo and account for it; return the exit code."""
-    options = parse_options()
-    console = Console()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, leave)
-    begun = time.perf_counter()
-    needed = state_bytes(SIZES[options.size])
-    with workplace(options.path, needed, options.keep_work) as place:
-        introduce(console, options, place)
+    given, begun = parse_options(), time.perf_counter()
+    for signum in (signal.SIGINT, signal.SIGTERM):  # leave through the exits, which clean up
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))
+    heading(f"dcp_mem demo: FSDP2 training on {RANKS} CPU ranks")
+    with TemporaryDirectory(prefix="dcp_mem-demo-", ignore_cleanup_errors=True) as work:
+        memory = memory_root(Path(work), ROOM[given.size])
         try:
-            runs = Demo(options, place, console).play()
-        except RunFailedError as error:
-            console.print(f"[bold red]FAILED[/bold red]: {error}")
-            detail(console, error.log_tail)
-            return 1
-    return account(console, runs, options, time.perf_counter() - begun)
+            account = play(given, Path(work), memory)
+        finally:
+            forget(memory)
+    claims = dict(account.claims())
+    heading("What it cost")
+    detail(*account.costs())
+    heading("What came back (training again: new processes included)")
+    detail(*account.recoveries())
+    heading("What the records show")
+    detail(*(f"{'yes' if holds else 'NO '}  {claim}" for claim, holds in claims.items()))
+    heading(f"{'ok' if all(claims.values()) else 'FAILED'} in {time.perf_counter() - begun:.0f} s")
+    return 0 if all(claims.values()) else 1
 
 
-def introduce(console: Console, options: Options, place: Workplace) -> None:
-    """Say what is about to happen, and where."""
-    heading(console, f"dcp_mem demo: FSDP2 training on {options.ranks} CPU ranks")
-    where = "tmpfs" if place.in_tmpfs else "NOT tmpfs: /dev/shm has too little room, so slower"
-    detail(console, f"memory   {place.memory} ({where})")
-    detail(console, f"storage  {place.storage}")
+def play(given: argparse.Namespace, work: Path, memory: Path) -> Account:
+    """Train three times: undisturbed, killed in a save, and on a node that has lost its memory."""
+    plan = Schedule(given.steps, given.save_every)
+    storage = f"{given.path.rstrip('/')}/{work.name}" if given.path else str(work / "storage")
+    detail(f"storage  {storage}")
+
+    heading("1  A run that nothing disturbs, without checkpoints")
+    options = Options(size=given.size, steps=plan.steps, journals=str(work / "1"))
+    attempts = run(options)
+
+    heading(
+        f"2  The same with a checkpoint every {plan.save_every} steps; "
+        f"rank {KILLED_RANK} is killed (SIGKILL) while it saves step-{plan.killed}"
+    )
+    options = replace(options, save_every=plan.save_every, path=storage, memory_root=str(memory))
+    killed = replace(options, steps=plan.stop_after, journals=str(work / "2"), kill=True)
+    attempts += run(killed, max_restarts=1)
+    forget(memory)
+    detail(f"memory thrown away: {memory} is {'STILL THERE' if memory.exists() else 'gone'}")
+
+    heading("3  A new job, on a node with nothing in memory")
+    attempts += run(replace(options, journals=str(work / "3")))
+    return Account(plan, attempts)
 
 
-def account(console: Console, runs: Runs, options: Options, seconds: float) -> int:
-    """Show what happened; return 0 if all of it happened as claimed."""
-    claims = examine(runs, options.schedule)
-    show_costs(console, costs(runs))
-    show_recoveries(console, recoveries(runs))
-    show_claims(console, claims)
-    held = all(claim.holds for claim in claims)
-    verdict = "[bold green]ok[/bold green]" if held else "[bold red]FAILED[/bold red]"
-    console.print(f"\n{verdict} in {seconds:.0f} s", highlight=False)
-    return 0 if held else 1
+def run(options: Options, max_restarts: int = 0) -> list[Attempt]:
+    """Run the training script under torchrun, show what it prints, and read its journals."""
+    journals, begun = Path(options.journals), time.time()
+    journals.mkdir()
+    log = journals / "torchrun.log"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"),
+        *(f"--nproc-per-node={RANKS}", f"--max-restarts={max_restarts}"),
+        *("-m", "dcp_mem.demo.train", json.dumps(asdict(options))),
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // RANKS)),
+        "GLOO_SOCKET_IFNAME": "lo",  # a fresh machine may not resolve its own name
+        # Without it, restarted workers find the addresses that gloo published before the
+        # restart in the store that torchrun keeps for them, and fail to connect (torch 2.13).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with log.open("w") as errors:
+        torchrun = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    with torchrun:
+        try:
+            for line in torchrun.stdout or ():
+                detail(line.rstrip())
+        except BaseException:
+            torchrun.terminate()  # it doesn't outlive the demo
+            raise
+    if torchrun.returncode != 0:
+        heading(f"FAILED: torchrun exited with {torchrun.returncode}; the end of its log:")
+        detail(*log.read_text(errors="replace").splitlines()[-40:])
+        sys.exit(1)
+    return [Attempt.read(journals, number, begun) for number in range(max_restarts + 1)]
 
 
-def leave(signum: int, _frame: FrameType | None) -> None:
-    """Leave through the exits, so that everything is cleaned up."""
-    raise SystemExit(128 + signum)
+def memory_root(work: Path, needed_bytes: int) -> Path:
+    """Make a memory root, in tmpfs if it has the room: containers often have 64 MiB of it."""
+    fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed_bytes
+    memory = SHARED_MEMORY / work.name if fits else work / "memory"
+    memory.mkdir(mode=0o700)
+    where = "tmpfs" if fits else "NOT tmpfs: /dev/shm has too little room, so slower"
+    detail(f"memory   {memory} ({where})")
+    return memory
 
 
-def parse_options() -> Options:
-    """Parse the command line; exit with a usage message if it doesn't fit."""
+def forget(memory: Path) -> None:
+    """Remove a memory root and everything in it, as the loss of the node would."""
+    if memory.exists():
+        # Out of the way first: whoever still works in it can't put new files where old ones go.
+        shutil.rmtree(memory.rename(memory.with_name(f"{memory.name}.gone")))
+
+
+def heading(text: str) -> None:
+    console.print(f"\n{text}", style="bold")
+
+
+def detail(*lines: str) -> None:
+    for line in lines:
+        console.print(f"  {line}")
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dcp_mem.demo", description=__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--save-every", type=int, default=4)
-    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--size", choices=SIZES, default="default")
     parser.add_argument("--path", help="where to store checkpoints: a directory or a URL")
-    parser.add_argument("--keep-work", action="store_true", help="keep journals, logs, checkpoints")
     given = parser.parse_args()
     if torch.__version__ < "2.7":
-        parser.error(
-            f"the demo shards by FSDP2, which on CPUs takes torch 2.7, and this is "
-            f"{torch.__version__}"
-        )
-    if given.ranks <= KILLED_RANK:
-        parser.error(f"--ranks must be at least {KILLED_RANK + 1}: rank {KILLED_RANK} is killed")
-    try:
-        schedule = Schedule(given.steps, given.save_every)
-    except ValueError as error:
-        parser.error(str(error))
-    return Options(
-        schedule=schedule,
-        ranks=given.ranks,
-        size=given.size,
-        path=given.path,
-        keep_work=given.keep_work,
-    )
+        parser.error(f"FSDP2 on CPUs takes torch 2.7, and this is {torch.__version__}")
+    if given.save_every < 1 or given.steps < 5 * given.save_every:
+        parser.error(f"--steps {given.steps} is less than 5 x --save-every {given.save_every}")
+    return given
 
 
 if __name__ == "__main__":

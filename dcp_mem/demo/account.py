@@ -1,186 +1,118 @@
-"""The claims and figures that the three runs' journals support. Pure: computed from records."""
+"""What the journals of the demo's ranks prove, and what they measured; pure."""
 
-from collections.abc import Iterable, Iterator
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any
 
-from dcp_mem.demo.journal import (
-    Entry,
-    Event,
-    Finished,
-    Recovered,
-    SaveBegun,
-    SaveReturned,
-    Started,
-    StepTaken,
-    Stored,
-)
-from dcp_mem.demo.launch import Outcome
-from dcp_mem.demo.schedule import KILLED_RANK, Schedule, checkpoint_id
+from dcp_mem.demo.train import KILLED_RANK, KILLED_SAVE, RANKS
 
-AnyEvent = TypeVar("AnyEvent", bound=Event)
+
+class Schedule:
+    """The steps of the demo; when it kills and stops follows from them."""
+
+    def __init__(self, steps: int, save_every: int) -> None:
+        self.steps = steps
+        self.save_every = save_every
+        self.killed = KILLED_SAVE * save_every  # the save after this step is cut short
+        self.survivor = self.killed - save_every  # the newest one in memory after that
+        self.stop_after = steps - save_every - save_every // 2  # half way between two saves
+        self.stored = self.stop_after - self.stop_after % save_every  # the newest one on storage
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """The outcomes of the three runs."""
+class Attempt:
+    """What ranks recorded, by rank, from their start to their end, or to a restart."""
 
-    reference: Outcome
-    interrupted: Outcome
-    resumed: Outcome
+    begun: float  # the Unix time at which torchrun was
+    journals: list[list[dict[str, Any]]]
 
+    @classmethod
+    def read(cls, journals: Path, number: int, begun: float) -> Attempt:
+        """Read an attempt of a run; it is empty if there was none with that number."""
+        files = [journals / f"rank-{rank}-attempt-{number}.jsonl" for rank in range(RANKS)]
+        lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
+        return cls(begun, [list(map(json.loads, own)) for own in lines])
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Something that the demo says of itself, and whether the records bear it out."""
+    def of(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
+        return [one for one in self.journals[rank] if one["event"] == event]
 
-    text: str
-    holds: bool
+    def losses(self) -> dict[int, str]:
+        return {one["step"]: one["loss"] for one in self.of("step")}
 
+    def all_resumed(self, step: int, source: str) -> bool:
+        """Return whether every rank has loaded that step's checkpoint from there."""
+        wanted = [(f"step-{step}", source)]
+        found = [self.of("resumed", rank) for rank in range(RANKS)]
+        return all([(one["name"], one["source"]) for one in own] == wanted for own in found)
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """One recovery, as rank 0 saw it.
-
-    `back_seconds` runs from the loss to the end of the first step after it: it includes the
-    start of new processes.
-    """
-
-    cause: str
-    found: Recovered
-    back_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """The size and speed of the training, and the cost of checkpointing."""
-
-    parameters: int
-    state_bytes: int
-    step_seconds: float
-    first_save_seconds: float
-    save_seconds: float
-    saves: int
-    stage_seconds: float
-    flush_seconds: float
+    def digests(self) -> list[str]:
+        return [self.of("finished", rank)[0]["digest"] for rank in range(RANKS)]
 
 
-def examine(runs: Runs, schedule: Schedule) -> list[Claim]:
-    """Examine every claim of the demo; it has succeeded if all of them hold."""
-    killed, survivor = checkpoint_id(schedule.killed), checkpoint_id(schedule.survivor)
-    stored = checkpoint_id(schedule.stored)
-    losses = losses_by_step(runs.reference, attempt=0)
-    before = losses_by_step(runs.interrupted, attempt=0)
-    after = losses_by_step(runs.interrupted, attempt=1)
-    restored = losses_by_step(runs.resumed, attempt=0)
-    first, second = schedule.survivor + 1, schedule.stored + 1
-    return [
-        Claim(
-            f"rank {KILLED_RANK} was killed while it saved {killed}",
-            ended_in_save(runs.interrupted, killed),
-        ),
-        Claim(
-            f"after the restart, all ranks resumed {survivor} from memory",
-            all_recovered(runs.interrupted, 1, survivor, "memory"),
-        ),
-        Claim(
-            f"losses of steps 1-{schedule.killed} before the kill: same bits as uninterrupted",
-            before == part(losses, 1, schedule.killed),
-        ),
-        Claim(
-            f"losses of steps {first}-{schedule.stop_after} after the restart: same bits",
-            after == part(losses, first, schedule.stop_after),
-        ),
-        Claim(
-            f"after the memory was lost, all ranks resumed {stored} from storage",
-            all_recovered(runs.resumed, 0, stored, "storage"),
-        ),
-        Claim(
-            f"losses of steps {second}-{schedule.steps} after that: same bits",
-            restored == part(losses, second, schedule.steps),
-        ),
-        Claim(
-            "final parameters and AdamW state of all ranks: same bits (SHA-256)",
-            final_digests(runs.resumed) == final_digests(runs.reference),
-        ),
-    ]
+class Account:
+    """The attempts of the demo's three runs, of which the second was restarted."""
+
+    def __init__(self, plan: Schedule, attempts: list[Attempt]) -> None:
+        self.plan = plan
+        self.undisturbed, self.killed, self.restarted, self.resumed = attempts
+
+    def claims(self) -> Iterator[tuple[str, bool]]:
+        """Yield what the demo says of itself, and whether the records bear it out."""
+        plan, losses = self.plan, self.undisturbed.losses()
+
+        def same(attempt: Attempt, first: int, last: int) -> bool:
+            return attempt.losses() == {step: losses[step] for step in range(first, last + 1)}
+
+        last = self.killed.journals[KILLED_RANK][-1]
+        holds = last["event"] == "saving" and last["name"] == f"step-{plan.killed}"
+        yield f"rank {KILLED_RANK} was killed while it saved step-{plan.killed}", holds
+        holds = self.restarted.all_resumed(plan.survivor, "memory")
+        yield f"after the restart, all ranks resumed step-{plan.survivor} from memory", holds
+        holds = same(self.killed, 1, plan.killed)
+        yield f"losses of steps 1-{plan.killed} before the kill: same bits as uninterrupted", holds
+        first, stop = plan.survivor + 1, plan.stop_after
+        holds = same(self.restarted, first, stop)
+        yield f"losses of steps {first}-{stop} after the restart: same bits", holds
+        holds = self.resumed.all_resumed(plan.stored, "storage")
+        yield f"after the memory was lost, all ranks resumed step-{plan.stored} from storage", holds
+        holds = same(self.resumed, plan.stored + 1, plan.steps)
+        yield f"losses of steps {plan.stored + 1}-{plan.steps} after that: same bits", holds
+        holds = self.resumed.digests() == self.undisturbed.digests()
+        yield "final parameters and AdamW state of all ranks: same bits (SHA-256)", holds
+
+    def costs(self) -> Iterator[str]:
+        """Yield what checkpointing cost the training, as rank 0 measured it."""
+        saving = (self.killed, self.restarted, self.resumed)
+        steps = [one["seconds"] for one in self.undisturbed.of("step")]
+        millions = (
+            self.undisturbed.of("finished")[0]["parameters"] / 1e6
+        )  # with AdamW's two moments
+        waited = [1000 * one["seconds"] for attempt in saving for one in attempt.of("saved")]
+        stored = [one for attempt in saving for one in attempt.of("stored")]
+        staged = 1000 * median(one["stage"] for one in stored)
+        flushed = median(one["flush"] for one in stored)
+        saves = f"median of {len(waited)}; the first {waited[0]:.0f} ms"
+        yield f"model and optimizer   {millions:.1f} M parameters, {12 * millions:.0f} MB of state"
+        yield f"a training step       {median(steps):.2f} s (median)"
+        yield f"a save held it up     {median(waited):.0f} ms ({saves})"
+        yield f"  dcp_mem's part      {staged:.0f} ms; the rest is get_state_dict and DCP's calls"
+        yield f"  flush to storage    {flushed:.2f} s, behind the training"
+
+    def recoveries(self) -> Iterator[str]:
+        """Yield where each recovery came from, and the time from the loss to the next step."""
+        killed_at = self.killed.journals[KILLED_RANK][-1]["at"]
+        yield from _recovery(f"rank {KILLED_RANK} killed in a save", killed_at, self.restarted)
+        yield from _recovery("memory thrown away", self.resumed.begun, self.resumed)
 
 
-def recoveries(runs: Runs) -> list[Recovery]:
-    """List the recoveries that took place, in order."""
-    killed_in_save = runs.interrupted.journals[KILLED_RANK]
-    killed_at = max(entry.at for entry in killed_in_save if entry.attempt == 0)
-    return [
-        *_recoveries(runs.interrupted, f"rank {KILLED_RANK} killed in a save", killed_at),
-        *_recoveries(runs.resumed, "memory thrown away", runs.resumed.begun),
-    ]
-
-
-def _recoveries(outcome: Outcome, cause: str, lost_at: float) -> Iterator[Recovery]:
-    entries = outcome.journals[0]
-    for index, entry in enumerate(entries):
-        if isinstance(entry.event, Recovered):
-            later = (e.at for e in entries[index:] if isinstance(e.event, StepTaken))
-            back_at = next(later, entry.at)
-            yield Recovery(cause, entry.event, back_seconds=back_at - lost_at)
-
-
-def costs(runs: Runs) -> Costs:
-    """Compute medians of what rank 0 measured."""
-    started = of_kind(runs.reference.journals[0], Started)[0]
-    steps = [step.seconds for step in of_kind(runs.reference.journals[0], StepTaken)]
-    saved = (runs.interrupted.journals[0], runs.resumed.journals[0])
-    saves = [save.seconds for journal in saved for save in of_kind(journal, SaveReturned)]
-    stored = [found for journal in saved for found in of_kind(journal, Stored)]
-    return Costs(
-        parameters=started.parameters,
-        state_bytes=started.state_bytes,
-        step_seconds=median(steps),
-        first_save_seconds=saves[0],
-        save_seconds=median(saves),
-        saves=len(saves),
-        stage_seconds=median(found.stage_seconds for found in stored),
-        flush_seconds=median(found.flush_seconds for found in stored),
-    )
-
-
-def ended_in_save(outcome: Outcome, killed: str) -> bool:
-    """Tell whether the killed rank's first attempt ended without a word in that save."""
-    first = of_attempt(outcome.journals[KILLED_RANK], 0)
-    return bool(first) and first[-1].event == SaveBegun(killed)
-
-
-def all_recovered(outcome: Outcome, attempt: int, wanted: str, source: str) -> bool:
-    """Tell whether every rank loaded that checkpoint, from that source, in that attempt.
-
-    `source`: where its bytes came from.
-    """
-    found = [of_kind(of_attempt(journal, attempt), Recovered) for journal in outcome.journals]
-    return all([(f.checkpoint_id, f.source) for f in rank] == [(wanted, source)] for rank in found)
-
-
-def losses_by_step(outcome: Outcome, attempt: int) -> dict[int, str]:
-    """Return the bits of the losses that rank 0 recorded in one attempt."""
-    steps = of_kind(of_attempt(outcome.journals[0], attempt), StepTaken)
-    return {step.step: step.loss for step in steps}
-
-
-def part(losses: dict[int, str], first: int, last: int) -> dict[int, str]:
-    """Return the losses of steps first to last, both included."""
-    return {step: loss for step, loss in losses.items() if first <= step <= last}
-
-
-def final_digests(outcome: Outcome) -> list[str]:
-    """Return the digests of the state in which a run ended, by rank."""
-    return [of_kind(journal, Finished)[-1].digest for journal in outcome.journals]
-
-
-def of_attempt(entries: Iterable[Entry], attempt: int) -> list[Entry]:
-    """Return the entries of one attempt."""
-    return [entry for entry in entries if entry.attempt == attempt]
-
-
-def of_kind(entries: Iterable[Entry], kind: type[AnyEvent]) -> list[AnyEvent]:
-    """Return the events of one kind."""
-    return [entry.event for entry in entries if isinstance(entry.event, kind)]
+def _recovery(cause: str, lost_at: float, attempt: Attempt) -> Iterator[str]:
+    for found in attempt.of("resumed"):
+        restored = f"{found['name']} from {found['source']} in {found['seconds']:.2f} s"
+        again = f"training again after {attempt.of('step')[0]['at'] - lost_at:.1f} s"
+        yield f"{cause:<24}  {restored}; {again}"
+        yield from (f"{'':<24}  passed over: {reason}" for reason in found["passed_over"])

@@ -1,276 +1,220 @@
 """Train a small language model with FSDP2, checkpointing through dcp_mem every few steps.
 
 The script that the demo runs under torchrun. What it does with dcp_mem is what any training does:
-`resume` loads the newest checkpoint that is whole, `save` takes one, and the writer is closed at
-the end.
+
+    resume    loads the newest checkpoint that is whole
+    save      takes one; dcp_mem flushes it to storage while training goes on
+    close     waits at the end until all of them are there
+
+The rest is a model, its text, and a journal, by which the demo can tell afterwards what happened.
 """
 
-import argparse
+from __future__ import annotations
+
 import hashlib
+import json
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dcp_mem import MemoryStorageReader, MemoryStorageWriter, NoRecoverableCheckpoint, State
+from dcp_mem import MemoryStorageReader, MemoryStorageWriter, State, TrainState
 from dcp_mem.common import faults
-from dcp_mem.demo import journal
-from dcp_mem.demo.journal import Journal
-from dcp_mem.demo.model import SIZES, ByteModel, Size, measure
-from dcp_mem.demo.schedule import KILLED_RANK, checkpoint_id
-from dcp_mem.demo.text import Text
 
-SEED: Final = 1599
-LEARNING_RATE: Final = 3e-4
+RANKS, KILLED_RANK, KILLED_SAVE = 2, 1, 3
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # torchrun's restarts so far
+TEXT = resources.files(__package__).joinpath("as_you_like_it.txt").read_bytes()
+SIZES = {
+    "default": {"width": 512, "layers": 8, "heads": 8, "context": 64},
+    "small": {"width": 256, "layers": 3, "heads": 4, "context": 32},
+}
+Record = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of one run of the script; `save_every` 0 means no checkpoints at all."""
+    """What the script is told: by one argument, in JSON."""
 
+    size: str
     steps: int
-    stop_after: int
-    save_every: int
-    size: Size
-    path: str
-    memory_root: str
-    journal: Path
-    kill_in_save: int
+    journals: str  # the directory in which ranks record what happens
+    save_every: int = 0  # 0 for no checkpoints at all
+    path: str = ""  # where they are stored: a directory or URL
+    memory_root: str = ""
+    kill: bool = False  # whether a rank is to be killed while it saves
 
 
-class TrainingState(Stateful):
-    """Everything that a checkpoint holds: the model, the optimizer and the steps taken."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.step = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sharded state, as DCP saves it."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "step": self.step}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a loaded state."""
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-        )
-        self.step = state_dict["step"]
-
-
-def main() -> None:
-    """Run the training that the command line asks for."""
-    options = parse_options()
-    with process_group(), recording(options) as record:
-        arm_fault(options)
-        training = build(options.size)
-        record.record(journal.Started(*measure(training.model)))
+def main(options: Options) -> None:
+    dist.init_process_group("gloo")
+    with recording(options.journals) as record:
+        if options.kill and ATTEMPT == 0 and dist.get_rank() == KILLED_RANK:
+            faults.arm(f"stage.copied:kill:{KILLED_SAVE}")
+        training = Training(options.size)
         if options.save_every:
             train_with_checkpoints(training, options, record)
         else:
             train(training, options, record)
-            finish(training, record)
+        record("finished", digest=training.digest(), parameters=training.parameters)
+    dist.destroy_process_group()
 
 
-def train_with_checkpoints(training: TrainingState, options: Options, record: Journal) -> None:
+def train_with_checkpoints(training: Training, options: Options, record: Record) -> None:
     """Resume where the last run was, train and save; on return all checkpoints are on storage."""
-    resume(training, options, record)
+    resume(training, MemoryStorageReader(options.path, memory_root=options.memory_root), record)
     writer = MemoryStorageWriter(options.path, memory_root=options.memory_root)
     train(training, options, record, writer)
     writer.close(flush=True)
-    record_stored(writer, record)
-    finish(training, record)
+    for saved in writer.status():
+        if saved.state is State.DURABLE:
+            record("stored", stage=saved.stage_seconds, flush=saved.flush_seconds)
 
 
-def resume(training: TrainingState, options: Options, record: Journal) -> None:
+def resume(training: Training, reader: MemoryStorageReader, record: Record) -> None:
     """Load the newest checkpoint that is whole, if there is one."""
-    if journal.current_attempt() > 0:
+    if ATTEMPT > 0:
         say("torchrun has restarted all ranks")
-    reader = MemoryStorageReader(options.path, memory_root=options.memory_root)
     begun = time.perf_counter()
-    try:
-        dcp.load({"training": training}, storage_reader=reader)
-    except CheckpointException as error:
-        if not nothing_to_recover(error):
-            raise
-        # Asking a fresh AdamW for its state makes torch take an empty step; forget that step.
-        training.optimizer.state.clear()
+    if not reader.recoverable():
         say("no checkpoint yet: starting from scratch")
         return
+    dcp.load({"training": training.state}, storage_reader=reader)
     seconds = time.perf_counter() - begun
     found = reader.report()
-    passed_over = [str(reason) for reason in found.passed_over]
-    record.record(journal.Recovered(found.checkpoint_id, found.source, seconds, passed_over))
-    say(f"resumed {found.checkpoint_id} from {found.source} in {seconds:.2f} s")
-
-
-def nothing_to_recover(error: CheckpointException) -> bool:
-    """Tell whether a load failed on every rank because there is no checkpoint."""
-    return all(isinstance(cause, NoRecoverableCheckpoint) for cause, _ in error.failures.values())
+    name, source, passed_over = found.checkpoint_id, found.source, list(map(str, found.passed_over))
+    record("resumed", name=name, source=source, seconds=seconds, passed_over=passed_over)
+    say(f"resumed {name} from {source} in {seconds:.2f} s")
 
 
 def train(
-    training: TrainingState,
-    options: Options,
-    record: Journal,
-    writer: MemoryStorageWriter | None = None,
+    training: Training, options: Options, record: Record, writer: MemoryStorageWriter | None = None
 ) -> None:
-    """Take the steps that are left, saving every `save_every` of them through the writer.
-
-    `writer`: saves the checkpoints; None for a run without.
-    """
-    text = Text()
-    for step in range(training.step + 1, options.stop_after + 1):
+    """Take the steps that are left; where there is a writer, save every few of them."""
+    for step in range(training.state.extra["step"] + 1, options.steps + 1):
         begun = time.perf_counter()
-        loss = take_step(training, text, step, options.size)
-        record.record(journal.StepTaken(step, loss.hex(), time.perf_counter() - begun))
+        loss = training.take_step(step)
+        # Hexadecimal digits show all bits of the loss.
+        record("step", step=step, loss=loss.hex(), seconds=time.perf_counter() - begun)
         line = f"step {step:>{len(str(options.steps))}}/{options.steps}  loss {loss:.4f}"
         if writer is not None and step % options.save_every == 0:
-            seconds = save(training, writer, record)
-            line += f"  saved {checkpoint_id(step)}, training waited {seconds * 1000:.0f} ms"
+            seconds = save(training, f"step-{step}", writer, record)
+            line += f"  saved step-{step}, training waited {seconds * 1000:.0f} ms"
         say(line)
 
 
-def take_step(training: TrainingState, text: Text, step: int, size: Size) -> float:
-    """Take one optimizer step; return the loss averaged over all ranks."""
-    inputs, targets = text.batch(step, dist.get_rank(), size.rows, size.context)
-    loss = training.model(inputs, targets)
-    loss.backward()
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    training.step = step
-    return average(loss.detach())
-
-
-def save(training: TrainingState, writer: MemoryStorageWriter, record: Journal) -> float:
+def save(training: Training, name: str, writer: MemoryStorageWriter, record: Record) -> float:
     """Save a checkpoint; return the seconds for which training was blocked."""
-    name = checkpoint_id(training.step)
-    record.record(journal.SaveBegun(name))
+    record("saving", name=name)
     begun = time.perf_counter()
-    dcp.save({"training": training}, checkpoint_id=name, storage_writer=writer)
+    dcp.save({"training": training.state}, checkpoint_id=name, storage_writer=writer)
     seconds = time.perf_counter() - begun
-    record.record(journal.SaveReturned(name, seconds))
+    record("saved", name=name, seconds=seconds)
     return seconds
 
 
-def record_stored(writer: MemoryStorageWriter, record: Journal) -> None:
-    """Record what became of the saves."""
-    for found in writer.status():
-        if found.state is State.DURABLE:
-            record.record(journal.Stored(found.name, found.stage_seconds, found.flush_seconds))
-
-
-def finish(training: TrainingState, record: Journal) -> None:
-    """Record where the run ended and what its state was, bit for bit."""
-    record.record(journal.Finished(training.step, digest(training)))
-
-
-def build(size: Size) -> TrainingState:
-    """Make the model, sharded over all ranks, and its optimizer; the same in every run."""
-    torch.manual_seed(SEED)
-    torch.use_deterministic_algorithms(True)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = ByteModel(size)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return TrainingState(model, torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True))
-
-
-def average(loss: Tensor) -> float:
-    """Compute the mean of a value over all ranks."""
-    total = loss.double()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
-
-
-def digest(training: TrainingState) -> str:
-    """Compute the SHA-256 of this rank's part of the parameters and the optimizer state."""
-    own = hashlib.sha256()
-    for parameter in training.model.parameters():
-        own.update(local_bytes(parameter))
-        for _, value in sorted(training.optimizer.state[parameter].items()):
-            own.update(local_bytes(value))
-    return own.hexdigest()
-
-
-def local_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of this rank's part of a tensor."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def arm_fault(options: Options) -> None:
-    """Have one rank of the first attempt killed in the middle of a save, where that is asked."""
-    armed = options.kill_in_save and journal.current_attempt() == 0
-    if armed and dist.get_rank() == KILLED_RANK:
-        faults.arm(f"stage.copied:kill:{options.kill_in_save}")
-
-
-@contextmanager
-def process_group() -> Iterator[None]:
-    """Make the process group of all ranks."""
-    dist.init_process_group("gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def recording(options: Options) -> Iterator[Journal]:
-    """Open the journal of this rank, which also learns of an exception that ends the run."""
-    record = Journal(options.journal, dist.get_rank())
-    try:
-        yield record
-    except BaseException as error:
-        record.record(journal.Failed(f"{type(error).__name__}: {error}"))
-        raise
-    finally:
-        record.close()
-
-
 def say(line: str) -> None:
-    """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
-def parse_options() -> Options:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="dcp_mem.demo.train", description=__doc__)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--stop-after", type=int, help="end the run early, after this step")
-    parser.add_argument("--save-every", type=int, default=0)
-    parser.add_argument("--size", choices=SIZES, default="default")
-    parser.add_argument(
-        "--path", default="", help="where checkpoints are stored: a directory or URL"
-    )
-    parser.add_argument("--memory-root", default="", help="memory root")
-    parser.add_argument("--journal", type=Path, required=True, help="directory of the journals")
-    parser.add_argument("--kill-in-save", type=int, default=0, help="kill rank 1 in its n-th save")
-    given = vars(parser.parse_args())
-    given["size"] = SIZES[given["size"]]
-    given["stop_after"] = given["stop_after"] or given["steps"]
-    return Options(**given)
+class Training:
+    """The model, sharded over all ranks, and its optimizer; the same in every run."""
+
+    def __init__(self, size: str) -> None:
+        torch.manual_seed(1599)
+        torch.use_deterministic_algorithms(True)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._model = ByteModel(**SIZES[size])
+        self.parameters = sum(one.numel() for one in self._model.parameters())
+        for module in (*self._model.blocks, self._model):
+            fully_shard(module, mesh=mesh)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4, fused=True)
+        self.state = TrainState(self._model, self._optimizer, extra={"step": 0})
+
+    def take_step(self, step: int) -> float:
+        """Take one optimizer step; return the loss averaged over all ranks."""
+        loss: Tensor = self._model(*batch(step, self._model.context))
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.state.extra["step"] = step
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+    def digest(self) -> str:
+        """Return the SHA-256 of this rank's part of the parameters and the optimizer's state."""
+        digest = hashlib.sha256()
+        for parameter in self._model.parameters():
+            for tensor in (parameter, *self._optimizer.state[parameter].values()):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                digest.update(local.detach().numpy().tobytes())
+        return digest.hexdigest()
+
+
+class ByteModel(nn.Module):
+    """A transformer that predicts the next byte of a text."""
+
+    def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.context = context
+        self.byte_embedding = nn.Embedding(256, width)
+        self.position_embedding = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy; both are byte values of shape (rows, context)."""
+        hidden = self.byte_embedding(inputs) + self.position_embedding(torch.arange(self.context))
+        past_only = nn.Transformer.generate_square_subsequent_mask(self.context)
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=past_only, is_causal=True)
+        logits = self.head(self.norm(hidden))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batch(step: int, context: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's inputs and targets at a step, which are the same whenever it is taken."""
+    generator = torch.Generator().manual_seed(step * 1_000_003 + dist.get_rank())
+    starts = torch.randint(len(TEXT) - context, (4, 1), generator=generator)
+    text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
+    windows = text[starts + torch.arange(context + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+@contextmanager
+def recording(journals: str) -> Iterator[Record]:
+    """Open this rank's journal, a line of JSON for each event; yield what writes to it."""
+    name = f"rank-{dist.get_rank()}-attempt-{ATTEMPT}.jsonl"
+    with open(Path(journals, name), "w", encoding="utf-8", buffering=1) as journal:
+
+        def record(event: str, **facts: Any) -> None:
+            journal.write(json.dumps({"event": event, "at": time.time(), **facts}) + "\n")
+
+        try:
+            yield record
+        except BaseException as error:
+            record("failed", error=str(error))
+            raise
 
 
 if __name__ == "__main__":
-    main()
+    main(Options(**json.loads(sys.argv[1])))
