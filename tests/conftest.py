@@ -28,18 +28,6 @@ from tests.support.storage.servers import (
 _SERVER_FIXTURES = {"azurite", "moto", "radosgw"}
 _LOG_CHARACTERS = 8192
 
-# Examples are the same in every run; `.ci/explore` asks for others. There is no deadline: processes
-# are started within tests, and a first example takes many times longer than the next.
-settings.register_profile(
-    "dcp_mem",
-    settings(),
-    deadline=None,
-    derandomize=not IS_EXPLORING,
-    print_blob=True,
-    report_multiple_bugs=False,  # so that a summary names the error, not "2 distinct failures"
-)
-settings.load_profile("dcp_mem")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Have pytest know the option that runs everything."""
@@ -48,6 +36,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker that `.ci/explore` looks for, besides Hypothesis's own."""
+    variants.configure(config)
+    # Examples are the same in every run; `.ci/explore` asks for others. There is no deadline:
+    # processes are started within tests, and a first example takes many times longer than the next.
+    settings.register_profile(
+        "dcp_mem",
+        max_examples=variants.examples(100),
+        deadline=None,
+        derandomize=not IS_EXPLORING,
+        print_blob=True,
+        report_multiple_bugs=False,  # so that a summary names the error, not "2 distinct failures"
+    )
+    settings.load_profile("dcp_mem")
     config.addinivalue_line(
         "markers", "random: depends on the seed, without being an example of Hypothesis itself"
     )

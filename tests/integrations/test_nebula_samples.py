@@ -232,7 +232,6 @@ def _steps_taken(pl: Any, nm: Any, path: str) -> int:
 @pytest.mark.parametrize(
     "scripts", [[_with_callback], [_by_hand, _elsewhere]], ids=["callback", "by hand"]
 )
-@pytest.mark.corners
 def test_a_script_for_lightning(
     memory_root: Path, tmp_path: Path, package: str, scripts: list[Any]
 ) -> None:

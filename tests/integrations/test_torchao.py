@@ -93,7 +93,6 @@ def _roundtrips(job: Job, config: str, road: str) -> None:
 
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("config", WEIGHTS)
-@pytest.mark.corners
 def test_quantised_weights_come_back_to_the_bit(job: Job, config: str, road: str) -> None:
     forked_ranks(_roundtrips, 1, job, config, road, timeout=150)
 
@@ -161,7 +160,6 @@ def _train(job: Job, kind: str, *, sharded: bool, steps: int, is_async: bool) ->
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.corners
 def test_a_training_with_a_quantised_optimizer_goes_on_where_it_was(
     memory_job: Job, kind: str, is_async: bool
 ) -> None:

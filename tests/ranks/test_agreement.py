@@ -170,7 +170,6 @@ _ACTS: dict[str, Callable[[Ranks, Callable[[], int]], object]] = {
 
 @pytest.mark.parametrize("name", _ACTS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), SystemExit(3)])
-@pytest.mark.corners
 def test_an_interrupted_rank_leaves_the_others(name: str, error: BaseException) -> None:
     ranks = _Noting()
     with pytest.raises(type(error)) as caught:

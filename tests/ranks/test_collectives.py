@@ -540,7 +540,6 @@ def _fails(act: Callable[[Ranks], object], ranks: Ranks) -> bool:
         if (operation, victim) != ("tell_leaders", 1)  # which has no part in it
     ],
 )
-@pytest.mark.corners
 def test_a_rank_that_is_killed_fails_the_others_soon_and_they_talk_on_without_it(
     operation: str, victim: int, within: bool, tmp_path: Path
 ) -> None:

@@ -113,7 +113,6 @@ def _sockets_in_tree(nodes: Sequence[str], rank: int) -> int:
     ids=str,
 )
 @pytest.mark.parametrize("world", [80, 1024, 4096])
-@pytest.mark.corners
 def test_no_rank_of_a_large_job_has_more_sockets(redundancy: Redundancy, world: int) -> None:
     """By the same rules that ranks connect by: saves, loads, copies, channels, and the store."""
     nodes = tuple(str(rank // _RANKS_PER_NODE) for rank in range(world))

@@ -687,7 +687,6 @@ def _loads_of_which_one_rank_is_interrupted(
 
 @pytest.mark.parametrize("where", ["opening", "opened", "planning"])
 @pytest.mark.parametrize("interrupted", [0, 1])
-@pytest.mark.corners
 def test_an_interrupt_of_one_rank_leaves_no_rank_waiting_in_a_load(
     places: Places, interrupted: int, where: str
 ) -> None:
@@ -1223,7 +1222,6 @@ def _saves_by_another_driver(places: Places, which: str) -> list[str]:
 
 @RANKS
 @pytest.mark.parametrize("which", SAVE_DRIVERS)
-@pytest.mark.corners
 def test_a_torch_that_drives_its_writers_in_another_way_saves_well(
     places: Places, which: str, ranks: int
 ) -> None:
@@ -1263,7 +1261,6 @@ def _async_saves_by_another_driver(places: Places, which: str) -> list[str]:
 
 @RANKS
 @pytest.mark.parametrize("which", SAVE_DRIVERS)
-@pytest.mark.corners
 def test_a_torch_that_drives_its_writers_in_another_way_saves_what_is_staged_or_refuses_it_once(
     places: Places, which: str, ranks: int
 ) -> None:
@@ -1294,7 +1291,6 @@ def _loads_by_another_driver(places: Places, which: str) -> None:
 
 @RANKS
 @pytest.mark.parametrize("which", LOAD_DRIVERS)
-@pytest.mark.corners
 def test_a_torch_that_drives_its_readers_in_another_way_loads_well(
     places: Places, which: str, ranks: int
 ) -> None:

@@ -127,7 +127,6 @@ def _saves(places: Places, road: str) -> int:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("road", ROADS)
-@pytest.mark.corners
 def test_what_is_copied_while_the_ranks_agree_is_the_state_of_the_call(
     places: Places, road: str, ranks: int | None
 ) -> None:
@@ -229,7 +228,6 @@ def _fails(places: Places, road: str, point: str, failing: int) -> None:
 @pytest.mark.parametrize(("ranks", "failing"), [(None, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("point", ["eager.copying", "eager.copied"])
 @pytest.mark.parametrize("road", ROADS)
-@pytest.mark.corners
 def test_a_copy_that_fails_fails_the_save_on_all_ranks_and_harms_no_other(
     places: Places, road: str, point: str, ranks: int | None, failing: int
 ) -> None:

@@ -234,7 +234,6 @@ def _save_into_too_little(job: Job, limit: str) -> list[Exception | None]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("persists", [False, True])
-@pytest.mark.corners
 def test_save_doesnt_wait_for_room_that_never_comes(
     memory_root: Path, tmp_path: Path, ranks: int, persists: bool
 ) -> None:

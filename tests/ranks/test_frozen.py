@@ -87,7 +87,6 @@ def frozen_links(job: Job, step: int) -> int:
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 @pytest.mark.parametrize("road", ["dcp_mem", "dcp"])
-@pytest.mark.corners
 def test_checkpoints_share_one_copy(memory_job: Job, keep: int, road: str) -> None:
     state = make_state()
     with memory_job.writer(frozen="base.*", keep_memory=keep, agent="thread") as writer:
@@ -241,7 +240,6 @@ WRITES = [
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda one: one.__name__)
 @pytest.mark.parametrize("name", ["base.a", "base.c"])
-@pytest.mark.corners
 def test_a_write_to_what_was_declared_frozen_is_in_the_next_checkpoint(
     memory_job: Job,
     write: Callable[[torch.Tensor], None],
@@ -546,7 +544,6 @@ def _go_on(job: Job, changes: bool) -> int:
 
 @pytest.mark.parametrize("changes", [False, True])
 @pytest.mark.parametrize("point", KILLS)
-@pytest.mark.corners
 def test_a_kill_loses_at_most_what_is_staged(memory_job: Job, point: str, changes: bool) -> None:
     if point == "frozen.copied" and not changes:
         pytest.skip("nothing is copied")

@@ -167,7 +167,6 @@ def _trains(nodes: Nodes, steps: int, road: str, options: Mapping[str, Any]) -> 
 
 @pytest.mark.parametrize("road", ["dcp_mem", "torch plans", "asynchronous"])
 @pytest.mark.parametrize("keep", [1, 3])
-@pytest.mark.corners
 def test_each_node_has_one_copy_of_what_is_frozen(nodes: Nodes, road: str, keep: int) -> None:
     for found in forked_ranks(_trains, 2, nodes, keep + 4, road, {"keep_memory": keep}):
         assert found["inodes"] == {0: 1, 1: 1}

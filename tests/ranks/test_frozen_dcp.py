@@ -138,7 +138,6 @@ def test_checkpoints_of_any_planner_share_one_copy(memory_job: Job, kind: str) -
 
 @pytest.mark.parametrize("kind", PLANNERS)
 @pytest.mark.parametrize("past_the_counter", [False, True])
-@pytest.mark.corners
 def test_a_wrong_declaration_is_found_whoever_plans(
     memory_job: Job, kind: str, past_the_counter: bool
 ) -> None:

@@ -81,7 +81,6 @@ def _place(root: Path, case: str) -> None:
 
 @pytest.mark.parametrize("road", ["dcp", "dcp_mem"])
 @pytest.mark.parametrize("case", _CASES)
-@pytest.mark.corners
 def test_hostile_checkpoint_is_refused_by_name_with_little_memory(
     tmp_path: Path, memory_root: Path, case: str, road: str
 ) -> None:
@@ -148,7 +147,6 @@ _CONTRADICTIONS: dict[str, tuple[Callable[[Any], None], str]] = {
 
 @pytest.mark.parametrize("road", ["dcp", "dcp_mem"])
 @pytest.mark.parametrize("case", _CONTRADICTIONS)
-@pytest.mark.corners
 def test_metadata_that_contradicts_itself_is_passed_over(
     tmp_path: Path, memory_root: Path, case: str, road: str
 ) -> None:

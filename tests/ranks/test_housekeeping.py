@@ -202,7 +202,6 @@ def _of_a_checkpoint(number: int, ranks: int, flushed: bool) -> list[str]:
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("flushed", [False, True], ids=["memory only", "flushed"])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.corners
 def test_close_leaves_the_kept_checkpoints_and_not_a_file_more(
     memory_root: Path, tmp_path: Path, ranks: int, flushed: bool, keep: int
 ) -> None:

@@ -188,7 +188,6 @@ def test_every_item_is_verified_from_end_to_end(saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, empty, remove])
-@pytest.mark.corners
 def test_a_segment_that_is_short_or_missing_on_storage_is_got_round(
     saved: Saved, damage: Callable[[Path], None]
 ) -> None:
@@ -207,7 +206,6 @@ def test_a_segment_that_is_short_or_missing_on_storage_is_got_round(
 @pytest.mark.parametrize(
     "pattern", [".dcp_mem/manifest-*.json", ".dcp_mem/catalog-*", ".dcp_mem/node-*.json"]
 )
-@pytest.mark.corners
 def test_what_describes_a_stored_checkpoint_may_be_damaged(saved: Saved, pattern: str) -> None:
     path = _only(saved.without_memory().stored / "step-2", pattern)
     whole = path.read_bytes()
@@ -228,7 +226,6 @@ def test_metadata_that_belongs_to_another_save_is_not_loaded(saved: Saved) -> No
 
 
 @pytest.mark.parametrize("damage", [empty, remove])
-@pytest.mark.corners
 def test_without_metadata_nothing_is_committed(
     saved: Saved, damage: Callable[[Path], None]
 ) -> None:
@@ -258,7 +255,6 @@ def _flip_throughout(job: Job, path: Path, step: int) -> int:
 
 
 @pytest.mark.parametrize("pattern", ["manifest-*.json", "catalog-*"])
-@pytest.mark.corners
 def test_no_flipped_bit_of_what_describes_a_stored_checkpoint_goes_unnoticed(
     saved: Saved, pattern: str
 ) -> None:
@@ -267,7 +263,6 @@ def test_no_flipped_bit_of_what_describes_a_stored_checkpoint_goes_unnoticed(
 
 
 @pytest.mark.parametrize("pattern", ["manifest.json", "catalog-*"])
-@pytest.mark.corners
 def test_no_flipped_bit_of_what_describes_a_checkpoint_in_memory_goes_unnoticed(
     saved: Saved, pattern: str
 ) -> None:
@@ -294,7 +289,6 @@ def test_all_that_is_damaged_is_listed_when_nothing_is_left(saved: Saved) -> Non
 @pytest.mark.parametrize(
     "pattern", ["__0_0-*.distcp", ".dcp_mem/manifest.json", ".dcp_mem/catalog-*"]
 )
-@pytest.mark.corners
 def test_damage_in_memory_makes_the_load_turn_to_storage_or_to_an_older_checkpoint(
     saved: Saved, pattern: str
 ) -> None:

@@ -187,7 +187,6 @@ def test_kill_of_a_lone_rank_in_dcp_mem_save(point: str, memory_root: Path) -> N
 @pytest.mark.parametrize(
     ("point", "rank"), [*((point, 0) for point in SAVE_POINTS), *((point, 1) for point in OF_BOTH)]
 )
-@pytest.mark.corners
 def test_kill_of_one_of_two_ranks_in_dcp_mem_save(point: str, rank: int, memory_root: Path) -> None:
     """No collective of DCP follows ours here; a rank whose save returned knows it is complete."""
     place = Place(str(memory_root))
@@ -223,7 +222,6 @@ def test_kill_of_a_lone_rank_in_an_asynchronous_save(point: str, memory_root: Pa
         *((point, 1) for point in [*OF_BOTH, *OVERLAP_POINTS]),
     ],
 )
-@pytest.mark.corners
 def test_kill_of_one_of_two_ranks_in_an_asynchronous_save(
     point: str, rank: int, memory_root: Path
 ) -> None:
@@ -247,7 +245,6 @@ def test_kill_of_one_of_two_ranks_in_an_asynchronous_save(
         *((point, 1, 2) for point in [*OF_BOTH, *EAGER_POINTS]),
     ],
 )
-@pytest.mark.corners
 def test_kill_in_a_save_that_copies_while_its_ranks_agree(
     point: str, rank: int, world_size: int | None, road: str, memory_root: Path
 ) -> None:
@@ -294,7 +291,6 @@ def test_kill_of_all_ranks_leaves_the_staged_checkpoint_or_the_previous_one(
         *((point, 1, 2) for point in OF_BOTH[1:]),
     ],
 )
-@pytest.mark.corners
 def test_error_at_any_point_of_a_save_reaches_all_ranks_and_training_goes_on(
     point: str, rank: int, world_size: int | None, memory_root: Path
 ) -> None:
@@ -317,7 +313,6 @@ def test_error_at_any_point_of_a_save_reaches_all_ranks_and_training_goes_on(
 
 @pytest.mark.parametrize("point", SAVE_POINTS)
 @pytest.mark.parametrize("world_size", [None, 2])
-@pytest.mark.corners
 def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(
     world_size: int | None, point: str, memory_root: Path
 ) -> None:
@@ -345,7 +340,6 @@ def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(
 @pytest.mark.parametrize(
     ("point", "rank"), [(point, rank) for point in SAVE_POINTS for rank in (0, 1)][:-1]
 )
-@pytest.mark.corners
 def test_kill_on_one_of_two_nodes_leaves_both_with_the_same_whole_checkpoint(
     point: str, rank: int, memory_root: Path
 ) -> None:
@@ -365,7 +359,6 @@ def test_kill_on_one_of_two_nodes_leaves_both_with_the_same_whole_checkpoint(
         ("complete.manifest", 0),
     ],
 )
-@pytest.mark.corners
 def test_kill_on_one_of_two_nodes_in_an_asynchronous_save(
     point: str, rank: int, memory_root: Path
 ) -> None:
@@ -533,7 +526,6 @@ def test_kill_while_a_durable_checkpoint_is_replaced_leaves_the_old_or_the_new_o
         if rank == 0 or point not in ("flush.manifest", "flush.commit", "flush.committed")
     ],
 )
-@pytest.mark.corners
 def test_agent_killed_on_one_of_two_nodes_leaves_its_part_to_the_next_agent(
     point: str, rank: int, memory_root: Path, tmp_path: Path
 ) -> None:

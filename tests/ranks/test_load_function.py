@@ -114,7 +114,6 @@ def _load(job: Job, sharding: str) -> None:
 @pytest.mark.parametrize(
     "loaded", [(1, "plain"), (2, "columns"), (3, "rows"), (4, "replicas")], ids=str
 )
-@pytest.mark.corners
 def test_any_sharding_loads_into_any_other(
     memory_job: Job, saved: tuple[int, str], loaded: tuple[int, str]
 ) -> None:
@@ -181,7 +180,6 @@ def _load_into_unusual_destinations(job: Job, source: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("source", ["memory", "storage"])
-@pytest.mark.corners
 def test_any_tensor_of_the_right_shape_can_be_loaded_into(
     memory_root: Path, tmp_path: Path, source: str, ranks: int
 ) -> None:
@@ -416,7 +414,6 @@ def _load_what_there_is(job: Job, by_torchs_reader: Path | None) -> None:
 
 @pytest.mark.parametrize("ranks", [None, 2])
 @pytest.mark.parametrize("by_torchs_reader", [False, True])
-@pytest.mark.corners
 def test_what_a_stateful_object_can_do_without_may_be_missing(
     memory_job: Job, ranks: int | None, by_torchs_reader: bool, tmp_path: Path
 ) -> None:

@@ -99,7 +99,6 @@ def _assert_stays_within(
 @pytest.mark.parametrize("frozen", [None, "base"])
 @pytest.mark.parametrize("keep", [1, 2, 3])
 @pytest.mark.parametrize(("ranks", "seed"), [(1, 1), (1, 2), (2, 3)])
-@pytest.mark.corners
 def test_saves_whose_sizes_change_never_take_more_than_the_memory_limit(
     memory_root: Path, ranks: int, keep: int, frozen: str | None, seed: int
 ) -> None:

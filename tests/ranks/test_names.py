@@ -50,7 +50,6 @@ def _save_and_load_from(directory: Path, job: Job, road: str) -> tuple[int, int]
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("road", list(SAVES))
-@pytest.mark.corners
 def test_a_plain_name_is_saved_loaded_and_deleted_from_below_the_root(
     job: Job, road: str, ranks: int
 ) -> None:

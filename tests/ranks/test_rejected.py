@@ -55,7 +55,6 @@ def _reject(root: Path, url: Path | None) -> int | None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("is_stored", [True, False])
-@pytest.mark.corners
 def test_a_rejected_checkpoint_is_passed_over_and_said_so(
     memory_root: Path, tmp_path: Path, ranks: int, is_stored: bool
 ) -> None:

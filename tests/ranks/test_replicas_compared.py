@@ -50,7 +50,6 @@ def _compare(root: Path, damaged: str, is_async: bool) -> set[str]:
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("damaged", ["plain", "half", "scalar", "hybrid"])
-@pytest.mark.corners
 def test_a_replica_that_differs_is_named_with_its_rank(
     memory_root: Path, damaged: str, is_async: bool
 ) -> None:

@@ -324,7 +324,6 @@ alone_or_disguised = pytest.mark.parametrize("disguised", [False, True], ids=["a
 
 @alone_or_disguised
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.corners
 def test_malicious_metadata_of_a_checkpoint_of_ours_on_storage_is_not_run(
     memory_root: Path, tmp_path: Path, ranks: int, disguised: bool
 ) -> None:
@@ -342,7 +341,6 @@ def test_malicious_metadata_of_a_checkpoint_of_ours_on_storage_is_not_run(
 
 @alone_or_disguised
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.corners
 def test_malicious_metadata_in_memory_is_not_run(
     memory_root: Path, tmp_path: Path, ranks: int, disguised: bool
 ) -> None:
@@ -372,7 +370,6 @@ def _plant(own: Path, mark: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("place", ["memory", "storage"])
-@pytest.mark.corners
 def test_a_malicious_catalog_is_refused_and_not_run(
     memory_root: Path, tmp_path: Path, place: str, ranks: int
 ) -> None:

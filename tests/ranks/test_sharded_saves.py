@@ -600,7 +600,6 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Failure
 
 @pytest.mark.parametrize("where", ["resolve_data", "create_local_plan", "finish_plan"])
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.corners
 def test_a_rank_that_fails_fails_the_save_on_every_rank_and_nothing_else(
     failures: tuple[Failures, Failures], where: str, failing: int
 ) -> None:

@@ -41,6 +41,7 @@ from tests.support.checkpoints.jobs import Job, wait_until
 from tests.support.checkpoints.plans import LOADS
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 from tests.support.sharing import shared_out
+from tests.support.variants import examples
 
 EXTENTS = st.lists(
     st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda pair: (min(pair), max(pair))),
@@ -237,7 +238,7 @@ def test_where_everything_moves_all_nodes_are_served_at_once(ranks_per_node: int
     assert len(parts[0].receives) == (8 if ranks_per_node == 1 else 0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(_needs(), st.booleans())
 def test_every_rank_gets_what_it_needs_and_storage_gives_it_once(
     needs: list[Need], across_nodes: bool
@@ -356,7 +357,7 @@ def test_fetching_is_shared_out_evenly() -> None:
             assert [sum(one.values()) for one in asked] == [each] * 8
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(_needs(), st.sets(st.sampled_from("abc"), min_size=1), st.booleans())
 def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
     needs: list[Need], having: set[str], across_nodes: bool
@@ -547,7 +548,6 @@ def _stored_nbytes(job: Job) -> int:
         pytest.param((0, 1, 1, 2, 2, 2), True, 1, id="uneven nodes that pass on"),
     ],
 )
-@pytest.mark.corners
 def test_storage_gives_each_byte_once_for_each_node_or_in_all(
     stored: Callable[..., list[Job]], road: str, nodes: tuple[int, ...], broadcast: bool, times: int
 ) -> None:
@@ -738,7 +738,7 @@ def _byte_item(start: int, stop: int) -> ItemRead:
     return ItemRead(request=request, file="f", offset=start, length=stop - start)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.integers(0, 200), min_size=2, max_size=12, unique=True),
     st.lists(st.integers(0, 200), max_size=6),

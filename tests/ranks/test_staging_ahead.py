@@ -134,7 +134,6 @@ def _overlap_four(job: Job, with_a_writer_each: bool, in_between: bool) -> None:
 
 @pytest.mark.parametrize("in_between", [False, True])
 @pytest.mark.parametrize("with_a_writer_each", [False, True])
-@pytest.mark.corners
 def test_four_overlapping_saves_are_each_of_their_own_step(
     memory_job: Job, with_a_writer_each: bool, in_between: bool
 ) -> None:
@@ -143,7 +142,6 @@ def test_four_overlapping_saves_are_each_of_their_own_step(
 
 @pytest.mark.parametrize("in_between", [False, True])
 @pytest.mark.parametrize("with_a_writer_each", [False, True])
-@pytest.mark.corners
 def test_overlapping_saves_of_two_ranks_are_each_of_their_own_step(
     memory_job: Job, with_a_writer_each: bool, in_between: bool
 ) -> None:
@@ -419,7 +417,6 @@ def _save_by(job: Job, way: str) -> None:
 @needs_stager
 @pytest.mark.parametrize("way", ["plain", "planner", "stager", "no_dist", "no collectives"])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.corners
 def test_whatever_dcp_is_told_to_save_with(memory_job: Job, way: str, ranks: int) -> None:
     forked_ranks(_save_by, ranks, memory_job, way)
 

@@ -146,7 +146,6 @@ def _live(plan: _Plan, rank: int, death: str) -> tuple[int, int, float]:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "async save"])
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.corners
 def test_survivors_close_meet_again_and_go_on_from_the_newest_checkpoint(
     memory_root: Path, tmp_path: Path, is_async: bool, victim: int
 ) -> None:

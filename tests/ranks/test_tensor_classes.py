@@ -132,7 +132,6 @@ def _loads_of_marked(job: Job, kind: type[torch.Tensor], place: str) -> list[str
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("place", ["memory", "storage"])
 @pytest.mark.parametrize("kind", [Marked, torch.Tensor])
-@pytest.mark.corners
 def test_a_tensor_of_an_unknown_class_is_refused_by_name_unless_asked_for(
     memory_root: Any, tmp_path: Any, kind: type[torch.Tensor], place: str, ranks: int
 ) -> None:
@@ -317,7 +316,6 @@ def _refused_saves(job: Job, kind: type[Closed], road: str) -> str:
 
 @pytest.mark.parametrize("road", ["save", "dcp.save", "async", "async by dcp"])
 @pytest.mark.parametrize("kind", [Closed, Turning])
-@pytest.mark.corners
 def test_a_class_that_cant_be_saved_as_it_is_is_refused_on_all_ranks(
     memory_job: Job, kind: type[Closed], road: str
 ) -> None:

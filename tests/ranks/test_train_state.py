@@ -276,7 +276,6 @@ def _bits(model: nn.Module) -> list[bytes]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("with_gradients", [False, True], ids=["no gradients", "gradients"])
-@pytest.mark.corners
 def test_a_load_that_finds_nothing_leaves_all_as_it_was(
     memory_job: Job, name: str, with_gradients: bool
 ) -> None:
@@ -316,7 +315,6 @@ def test_a_load_that_finds_nothing_leaves_all_as_it_was(
 
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"Adam with eps=0", "touching"}))
 @pytest.mark.parametrize("with_gradients", [False, True], ids=["no gradients", "gradients"])
-@pytest.mark.corners
 def test_any_optimizer_resumes_to_the_bit_also_between_backward_and_step(
     memory_job: Job, name: str, with_gradients: bool
 ) -> None:

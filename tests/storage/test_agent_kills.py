@@ -64,7 +64,6 @@ def _is_done(exchange: Exchange) -> bool:
 
 
 @pytest.mark.parametrize("kill", KILLS)
-@pytest.mark.corners
 def test_an_agent_killed_in_a_flush_is_followed_by_one_that_sends_only_the_rest(
     way: Way, memory_root: Path, large: Path, kill: str
 ) -> None:
@@ -116,7 +115,6 @@ def test_a_trainer_has_a_killed_agent_replaced_by_one_that_goes_on(
 
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("step", ["listing", "part", "completion", "node manifest", "commit"])
-@pytest.mark.corners
 def test_two_agents_at_one_checkpoint_commit_it_once_and_both_know(
     way: Way, memory_root: Path, large: Path, step: str, overwrite: bool
 ) -> None:

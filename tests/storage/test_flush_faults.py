@@ -75,7 +75,6 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if fault != "truncated" or step in ANSWERED_STEPS
     ],
 )
-@pytest.mark.corners
 def test_faults_that_pass_leave_the_checkpoint_durable_and_whole(
     way: Way, memory_root: Path, small: Path, large: Path, step: str, fault: str
 ) -> None:
@@ -154,7 +153,6 @@ def test_storage_is_left_alone_for_as_long_as_it_asks(
 
 
 @pytest.mark.parametrize("fault", [fault for fault in PASSING if fault != "truncated"])
-@pytest.mark.corners
 def test_without_overwrite_our_own_commit_is_known_for_ours(
     way: Way, memory_root: Path, small: Path, fault: str
 ) -> None:
@@ -168,7 +166,6 @@ def test_without_overwrite_our_own_commit_is_known_for_ours(
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.corners
 def test_a_commit_of_which_no_answer_comes_is_read_back(
     way: Way, memory_root: Path, small: Path, overwrite: bool
 ) -> None:
@@ -181,7 +178,6 @@ def test_a_commit_of_which_no_answer_comes_is_read_back(
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.corners
 def test_a_commit_that_can_not_be_read_back_is_known_by_the_next_attempt(
     way: Way, memory_root: Path, small: Path, overwrite: bool
 ) -> None:
@@ -237,7 +233,6 @@ UNANSWERED_STEPS = ["listing", "look", "catalog", "manifest"]
         if fault != "lost answer" or step in UNANSWERED_STEPS
     ],
 )
-@pytest.mark.corners
 def test_while_a_fault_stays_nothing_is_durable_and_afterwards_it_becomes_so_by_itself(
     way: Way, memory_root: Path, small: Path, large: Path, step: str, fault: str
 ) -> None:
@@ -263,7 +258,6 @@ def test_while_a_fault_stays_nothing_is_durable_and_afterwards_it_becomes_so_by_
 
 
 @pytest.mark.parametrize("step", ["segment", "manifest", "commit"])
-@pytest.mark.corners
 def test_while_a_fault_stays_readers_see_the_checkpoint_that_is_to_be_replaced(
     way: Way, memory_root: Path, small: Path, second: Path, step: str
 ) -> None:
@@ -308,7 +302,6 @@ def test_while_storage_hangs_nothing_is_durable_and_the_status_says_for_how_long
 
 
 @pytest.mark.parametrize("step", ["node manifest", "commit"])
-@pytest.mark.corners
 def test_what_is_done_without_an_answer_is_seen_by_the_next_attempt(
     way: Way, memory_root: Path, small: Path, step: str
 ) -> None:

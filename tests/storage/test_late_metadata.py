@@ -80,7 +80,6 @@ def _break_off_the_second_commit(point: str, flusher: JobFlusher, finish: Finish
 
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("point", ["flush.started", "flush.manifest", "flush.committed"])
-@pytest.mark.corners
 def test_a_second_commit_that_is_broken_off_is_made_up_for(
     job: Job, point: str, overwrite: bool
 ) -> None:

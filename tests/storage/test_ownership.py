@@ -34,6 +34,7 @@ from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
 from tests.support.processes.forks import forked, forking, raised_by
 from tests.support.storage.servers import StorageRoot
 from tests.support.storage.soundness import FLUSHER_POINTS, is_taken
+from tests.support.variants import examples
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,7 +75,6 @@ def _assert_whole(root: StorageRoot, memory_root: Path) -> set[str]:
 
 @pytest.mark.parametrize("point", FLUSHER_POINTS)
 @pytest.mark.slow
-@pytest.mark.corners
 def test_a_run_that_is_stopped_anywhere_does_a_newer_one_no_harm(
     memory_root: Path, storage_root: StorageRoot, point: str
 ) -> None:
@@ -103,7 +103,6 @@ def _is_stopped(pid: int) -> bool:
 
 @pytest.mark.parametrize("point", FLUSHER_POINTS)
 @pytest.mark.slow
-@pytest.mark.corners
 def test_a_run_that_is_killed_anywhere_leaves_a_newer_one_alone(
     memory_root: Path, storage_root: StorageRoot, point: str
 ) -> None:
@@ -241,7 +240,6 @@ def _is_overtaken(job: Job, agent: str, saved: Path, taken: Path) -> _Said:
 
 
 @pytest.mark.parametrize("agent", ["thread", "process"])
-@pytest.mark.corners
 def test_the_loser_says_so_wherever_it_is_asked(
     memory_root: Path, tmp_path: Path, storage_root: StorageRoot, agent: str
 ) -> None:
@@ -357,7 +355,7 @@ INTERRUPTS = st.tuples(st.integers(1, 45), st.booleans())
 
 # Where the time is over while Hypothesis draws, it takes its own strategies for inconsistent.
 @pytest.mark.timeout(600)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     interrupts=st.lists(INTERRUPTS, min_size=1, max_size=MOST_WRITERS - 1),
     again=st.permutations(range(MOST_WRITERS)),

@@ -78,7 +78,6 @@ def outcome(job: Job) -> Exception | None:
     ("step", "fault"),
     [pytest.param(step, fault, id=f"{fault}-{step}") for step in READS for fault in ONCE],
 )
-@pytest.mark.corners
 def test_a_fault_that_passes_is_got_over(
     way: Way, memory_root: Path, step: str, fault: str
 ) -> None:
@@ -91,7 +90,6 @@ def test_a_fault_that_passes_is_got_over(
     "step", ["read manifest", "read catalog", "read node manifest", "read range"]
 )
 @pytest.mark.parametrize("at", [0, 100, 300])
-@pytest.mark.corners
 def test_bytes_that_change_on_their_way_are_noticed_and_read_once_more(
     way: Way, memory_root: Path, caplog: pytest.LogCaptureFixture, step: str, at: int
 ) -> None:
@@ -151,7 +149,6 @@ STAYING: dict[str, tuple[Fault, str]] = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("fault", STAYING)
-@pytest.mark.corners
 def test_while_a_fault_stays_every_rank_says_what_and_where(
     way: Way, memory_root: Path, fault: str, ranks: int
 ) -> None:
@@ -166,7 +163,6 @@ def test_while_a_fault_stays_every_rank_says_what_and_where(
 @pytest.mark.parametrize(
     "step", ["listing", "look", "read manifest", "read catalog", "read node manifest"]
 )
-@pytest.mark.corners
 def test_while_nothing_describes_the_checkpoint_every_rank_says_why(
     way: Way, memory_root: Path, step: str
 ) -> None:

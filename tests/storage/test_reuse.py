@@ -606,7 +606,6 @@ _A, _B = (0,) * _ITEMS, (0, 0, 1, 0, 0, 0)
 
 
 @pytest.mark.parametrize("survivor", [2, 5])
-@pytest.mark.corners
 def test_each_checkpoint_is_whole_after_all_others_were_deleted(
     place: Place, survivor: int
 ) -> None:
@@ -691,7 +690,6 @@ def _save_while_a_file_goes(
 
 @pytest.mark.parametrize("go", [_unlink, _truncate, _remove_all])
 @pytest.mark.parametrize("kind", ["directory_job", "xfs_job"])
-@pytest.mark.corners
 def test_a_file_that_goes_while_it_is_copied_harms_nothing(
     request: pytest.FixtureRequest, kind: str, go: Callable[[str], None]
 ) -> None:
@@ -762,7 +760,6 @@ def test_a_blob_that_vanishes_before_it_is_copied_is_sent(abfs_way: Way, memory_
         (501, "NotImplemented"),
     ],
 )
-@pytest.mark.corners
 def test_an_account_that_does_not_copy_is_sent_everything(
     abfs_way: Way, memory_root: Path, status: int, code: str
 ) -> None:
@@ -800,7 +797,6 @@ def _save_numbers(job: Job, numbers: Sequence[int], keep: int | None) -> str:
 
 
 @pytest.mark.parametrize("keep", [1, None])
-@pytest.mark.corners
 def test_runs_that_share_a_root_copy_from_each_other_and_harm_nothing(
     place: Place, tmp_path: Path, keep: int | None
 ) -> None:

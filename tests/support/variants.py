@@ -10,14 +10,28 @@ from typing import TypeVar
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+from tests.support.seeds import IS_EXPLORING
+
 T = TypeVar("T")
 
 VARIANT = pytest.mark.variant
+_is_all = False
 
 
 def add_option(parser: pytest.Parser) -> None:
     """Have pytest know `--all`."""
     parser.addoption("--all", action="store_true", help="run the variants, too (docs/testing.md)")
+
+
+def configure(config: pytest.Config) -> None:
+    """Note, before tests are imported, whether `--all` was given."""
+    global _is_all
+    _is_all = config.getoption("--all")
+
+
+def examples(number: int) -> int:
+    """Return how many examples Hypothesis tries where a test wants so many: the gate, a third."""
+    return number if _is_all or IS_EXPLORING else max(number // 3, 20)
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -27,12 +41,11 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     variants = {item for item in items if item.get_closest_marker("variant")}
     matrices: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item not in variants and item.get_closest_marker("corners"):
+        # Unit tests are quick, mostly.
+        if item not in variants and hasattr(item, "callspec") and not _is_unit(item):
             matrices[item.nodeid.partition("[")[0]].append(item)
     for matrix in matrices.values():
-        mark = matrix[0].get_closest_marker("corners")
-        assert mark is not None
-        in_gate = corners([_parameters(item) for item in matrix], mark.args)
+        in_gate = corners([_parameters(item) for item in matrix])
         variants |= {item for number, item in enumerate(matrix) if number not in in_gate}
     named = [_test_of(one) for one in config.args if "::" in one]
     left_out = [item for item in items if item in variants and not _is_named(item.nodeid, named)]
@@ -54,14 +67,13 @@ def with_variants(cases: Sequence[T], gate: Iterable[T]) -> list[ParameterSet]:
     ]
 
 
-def corners(cases: Sequence[Mapping[str, object]], names: Iterable[str] = ()) -> set[int]:
+def corners(cases: Sequence[Mapping[str, object]]) -> set[int]:
     """Return the numbers of a few cases in which each value of each parameter comes up.
 
-    Of `names` alone, where there are any. Values are paired evenly, and always in the same way.
+    Values are paired evenly, and always in the same way.
     """
-    wanted = set(names)
     values = [{(name, repr(value)) for name, value in case.items()} for case in cases]
-    missing = {one for one in set().union(*values) if not wanted or one[0] in wanted}
+    missing = set().union(*values)
     met: Counter[tuple[tuple[str, str], ...]] = Counter()
     chosen = set[int]()
 
@@ -79,6 +91,11 @@ def corners(cases: Sequence[Mapping[str, object]], names: Iterable[str] = ()) ->
 def _met(values: set[tuple[str, str]]) -> list[tuple[tuple[str, str], ...]]:
     """What meets in a case: each value by itself, and each two of them."""
     return [some for size in (1, 2) for some in combinations(sorted(values), size)]
+
+
+def _is_unit(item: pytest.Item) -> bool:
+    """Whether a test starts next to nothing: it lies in tests/unit."""
+    return item.path.parent.name == "unit"
 
 
 def _parameters(item: pytest.Item) -> Mapping[str, object]:

@@ -46,6 +46,7 @@ from dcp_mem.format.metadata_template import template_of
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import properties
 from tests.support.checkpoints.roundtrip import properties_of
+from tests.support.variants import examples
 
 SEEDS = st.integers(0, 2**32 - 1)
 SAVE_ID = "0123abcd"
@@ -219,7 +220,7 @@ def _assert_same(found: Catalog, expected: Catalog) -> None:
 # -- as a file -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(SEEDS)
 def test_a_catalog_survives_being_written_down(seed: int) -> None:
     catalog, _ = _random_catalog(Random(seed))
@@ -256,7 +257,7 @@ def test_columns_lie_aligned_and_in_the_smallest_type() -> None:
     assert b'"large":["<i8"' in data
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(SEEDS, st.data())
 def test_a_damaged_catalog_is_refused(seed: int, data: st.DataObject) -> None:
     written = bytearray(_random_catalog(Random(seed))[0].to_bytes())
@@ -278,7 +279,7 @@ def test_a_damaged_catalog_is_refused(seed: int, data: st.DataObject) -> None:
 def test_a_foreign_catalog_with_a_right_checksum_is_refused_or_fits_together() -> None:
     accepted: list[bool] = []
 
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(SEEDS, st.data())
     def read_what_was_changed(seed: int, data: st.DataObject) -> None:
         catalog, tails = _random_catalog(Random(seed))
@@ -438,7 +439,7 @@ class _InPython(pickle._Unpickler):
     """The unpickler that is written in Python, which notices more than the one in C."""
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(SEEDS)
 def test_what_is_rendered_unpickles_to_the_metadata_of_the_catalog(seed: int) -> None:
     catalog, tails = _random_catalog(Random(seed))
@@ -659,7 +660,7 @@ def _assert_describes(metadata: Metadata, items: Sequence[RankItems], tails: Tai
     return catalog
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(SEEDS)
 def test_metadata_that_torch_made_comes_back_from_its_catalog(seed: int) -> None:
     random = Random(seed)

@@ -67,6 +67,7 @@ from dcp_mem.format.metadata import read_metadata
 from dcp_mem.format.segments import Segments
 from tests.support.checkpoints.manifests import make_manifest, of_four_ranks
 from tests.support.checkpoints.roundtrip import bits, random_tensor
+from tests.support.variants import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
@@ -679,7 +680,7 @@ def test_what_is_no_metadata_is_refused(data: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_damaged_metadata_is_refused_or_is_metadata(data: st.DataObject) -> None:
     written = bytearray(pickle.dumps(_metadata(), protocol=data.draw(st.integers(3, 5))))
     for _ in range(data.draw(st.integers(1, 3))):

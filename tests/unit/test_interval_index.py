@@ -14,6 +14,7 @@ from dcp_mem.format.catalog import Ints
 from dcp_mem.planning import chunk_index
 from dcp_mem.planning.chunk_index import Boxes, ChunkIndex, Overlaps
 from dcp_mem.planning.plan_columns import widened
+from tests.support.variants import examples
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and extent."""
@@ -149,7 +150,7 @@ def _random_case(random: Random) -> tuple[list[list[Box]], list[tuple[int, Box]]
     return [_cut_up(random, size) for size in sizes], wanted, width
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(SEEDS)
 def test_exactly_the_chunks_that_share_elements_with_a_box_are_found_in_order(seed: int) -> None:
     saved, wanted, width = _random_case(Random(seed))
@@ -157,7 +158,7 @@ def test_exactly_the_chunks_that_share_elements_with_a_box_are_found_in_order(se
     assert _find(index, wanted, width) == _pair_by_pair(rows, wanted, width)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(SEEDS, st.integers(1, 5))
 def test_what_is_found_does_not_depend_on_how_much_is_compared_at_once(
     seed: int, at_once: int
@@ -169,7 +170,7 @@ def test_what_is_found_does_not_depend_on_how_much_is_compared_at_once(
         assert _find(index, wanted, width) == _pair_by_pair(rows, wanted, width)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(SEEDS)
 def test_what_is_found_of_a_whole_tensor_covers_every_wanted_element_once(seed: int) -> None:
     random = Random(seed)

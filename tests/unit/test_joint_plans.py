@@ -40,6 +40,7 @@ from tests.support.checkpoints.worlds import (
     tensor_item,
     wrong_world,
 )
+from tests.support.variants import examples
 
 SEEDS = st.integers(0, 1 << 32)
 RANKS = st.integers(1, 24)
@@ -100,7 +101,7 @@ def _rows_of_all(plans: Sequence[LocalPlan]) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(SEEDS, RANKS)
 def test_a_plan_joined_along_any_tree_has_every_item_of_every_rank(seed: int, ranks: int) -> None:
     random = Random(seed)
@@ -117,7 +118,7 @@ def test_a_plan_joined_along_any_tree_has_every_item_of_every_rank(seed: int, ra
     assert joined.count == sum(map(len, plans))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(SEEDS, RANKS)
 def test_some_series_of_a_joint_plan_are_those_items_of_the_whole(seed: int, ranks: int) -> None:
     random = Random(seed)
@@ -137,7 +138,7 @@ def test_both_ways_of_planning_lead_to_the_same_files(
     monkeypatch.setattr(series_plan, "_ROWS_AT_ONCE", rows_at_once)
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=120)
+    @settings(max_examples=examples(120))
     @given(SEEDS, RANKS)
     def plan_both_ways(seed: int, ranks: int) -> None:
         random = Random(seed)
@@ -194,7 +195,7 @@ def test_both_ways_refuse_the_same_with_the_same_words(
     monkeypatch.setattr(series_plan, "_ROWS_AT_ONCE", rows_at_once)
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(SEEDS, RANKS)
     def plan_both_ways(seed: int, ranks: int) -> None:
         random = Random(seed)

@@ -27,6 +27,7 @@ from dcp_mem.policy.shares import PeerPiece, SharedPiece
 from dcp_mem.replicating.plan import FilePlan, file_plans
 from dcp_mem.replicating.repair_plan import all_parity, lost_segments, missing_copies
 from tests.support.sharing import shared_out
+from tests.support.variants import examples
 
 Bytes = npt.NDArray[np.uint8]
 _SAVE = "0123abcd"
@@ -309,4 +310,4 @@ def _determined(rank: int, stripes: Sequence[Stripe], there: set[int]) -> set[in
 
 
 TestLosses = Losses.TestCase
-TestLosses.settings = settings(max_examples=300, stateful_step_count=12, deadline=None)
+TestLosses.settings = settings(max_examples=examples(300), stateful_step_count=12, deadline=None)

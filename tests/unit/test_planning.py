@@ -63,6 +63,7 @@ from tests.support.checkpoints.worlds import (
     shard_item,
     tensor_item,
 )
+from tests.support.variants import examples
 
 State = dict[str, Any]
 
@@ -104,7 +105,7 @@ def _place_of(plan: LocalPlan | GlobalPlan, row: int) -> Place:
 # -- who writes what -------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(SEEDS, st.integers(1, 12))
 def test_every_chunk_is_written_once_by_a_rank_that_holds_it(seed: int, ranks: int) -> None:
     plans = plans_of(random_world(Random(seed), ranks))
@@ -125,7 +126,7 @@ def test_every_chunk_is_written_once_by_a_rank_that_holds_it(seed: int, ranks: i
         assert (merged.writer[rows] == rank).all()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(SEEDS, st.integers(1, 12))
 def test_the_metadata_is_what_torch_makes_of_the_same_plans(seed: int, ranks: int) -> None:
     random = Random(seed)
@@ -157,7 +158,7 @@ def test_the_metadata_is_what_torch_makes_of_the_same_plans(seed: int, ranks: in
             )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(SEEDS, st.integers(1, 12))
 def test_replicated_bytes_are_balanced(seed: int, ranks: int) -> None:
     random = Random(seed)
@@ -174,7 +175,7 @@ def test_replicated_bytes_are_balanced(seed: int, ranks: int) -> None:
     assert loads.min() >= mean - largest
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(SEEDS, st.integers(2, 12))
 def test_what_is_replicated_fills_up_the_ranks_that_hold_less_alone(seed: int, ranks: int) -> None:
     random = Random(seed)
@@ -203,7 +204,7 @@ def test_each_rank_writes_a_run_of_neighbours_of_what_its_replica_group_holds() 
         assert len(list(itertools.groupby(writers))) == len(set(writers)) == replicas
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(SEEDS, st.integers(1, 12))
 def test_places_that_the_same_ranks_hold_are_dealt_out_in_runs(seed: int, ranks: int) -> None:
     plans = plans_of(random_world(Random(seed), ranks))
@@ -341,7 +342,7 @@ def test_ten_problems_are_named_and_the_others_counted() -> None:
         merge(plans_of(world))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(SEEDS, st.integers(1, 3))
 def test_overlaps_of_random_boxes_are_found(seed: int, dimensions: int) -> None:
     random = Random(seed)
@@ -381,7 +382,7 @@ def _refusal(world: World) -> bool:
     return False
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(SEEDS, st.integers(1, 3))
 def test_irregular_tilings_pass_and_gaps_and_overlaps_in_them_are_found(
     seed: int, dimensions: int
@@ -436,7 +437,7 @@ def _disturbed(random: Random, boxes: Sequence[Box], size: Sequence[int]) -> Ite
         yield offset, extent
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(SEEDS, st.integers(2, 8))
 def test_a_valid_world_that_loses_or_moves_a_chunk_is_refused(seed: int, ranks: int) -> None:
     random = Random(seed)
@@ -515,7 +516,7 @@ def _renewed(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(SEEDS)
 def test_names_paths_and_leaves_are_those_of_torch(seed: int) -> None:
     state = _random_state(Random(seed))
@@ -534,7 +535,7 @@ def test_names_paths_and_leaves_are_those_of_torch(seed: int) -> None:
     assert_same_content(metadata_of_plan(merge([structure.plan]), 1), expected)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(SEEDS)
 def test_the_same_structure_of_other_objects_is_recognised(seed: int) -> None:
     state = _random_state(Random(seed))
@@ -545,7 +546,7 @@ def test_the_same_structure_of_other_objects_is_recognised(seed: int) -> None:
     assert Structure(renewed).plan.is_same(structure.plan)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(SEEDS)
 def test_every_change_of_structure_is_noticed(seed: int) -> None:
     random = Random(seed)

@@ -29,6 +29,7 @@ from dcp_mem.planning.series_plan import merge_series
 from tests.support.checkpoints.catalogs import read_catalog, some_plans, some_written
 from tests.support.checkpoints.plans import joint
 from tests.support.checkpoints.worlds import plan_of, shard_item
+from tests.support.variants import examples
 
 SEEDS = st.integers(0, 1 << 32)
 RANKS = st.integers(1, 24)
@@ -70,7 +71,7 @@ def _tails(catalog: Catalog) -> Tails:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(SEEDS, RANKS, st.data())
 def test_some_rows_of_it_are_the_same_rows(seed: int, ranks: int, data: st.DataObject) -> None:
     _, as_runs, with_rows = _both(seed, ranks)
@@ -89,7 +90,7 @@ def test_some_rows_of_it_are_the_same_rows(seed: int, ranks: int, data: st.DataO
     assert np.array_equal(extent, with_rows.extent[within])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(SEEDS, RANKS)
 def test_it_is_known_which_tails_lack_an_item(seed: int, ranks: int) -> None:
     _, as_runs, with_rows = _both(seed, ranks)
@@ -110,7 +111,7 @@ def test_it_is_known_which_tails_lack_an_item(seed: int, ranks: int) -> None:
 def test_a_load_finds_the_same_reads_in_it() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(SEEDS, RANKS, st.integers(0, 23))
     def find_both_ways(seed: int, ranks: int, rank: int) -> None:
         plans, as_runs, with_rows = _both(seed, ranks)
@@ -160,7 +161,7 @@ def test_a_load_makes_only_the_rows_that_it_needs(monkeypatch: pytest.MonkeyPatc
     assert len(with_rows.writer) == 40 * 50
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, RANKS)
 def test_metadata_that_is_made_entry_by_entry_is_equal_to_all_of_it(seed: int, ranks: int) -> None:
     _, as_runs, with_rows = _both(seed, ranks)

@@ -24,7 +24,6 @@ def test_kinds(kind): ...
 
 @pytest.mark.parametrize("way", ["s3", "abfs"])
 @pytest.mark.parametrize("step", [1, 2, 3])
-@pytest.mark.corners
 def test_matrix(way, step): ...
 """
 _CONFTEST = """
@@ -54,7 +53,7 @@ _ALL = sorted(
 def _passed(pytester: pytest.Pytester, *arguments: str) -> list[str]:
     """The tests that pass; everything else is deselected, and that is reported."""
     pytester.makeconftest(_CONFTEST)
-    pytester.makeini("[pytest]\nmarkers =\n    variant\n    corners\n")
+    pytester.makeini("[pytest]\nmarkers =\n    variant\n")
     path = pytester.makepyfile(test_it=_TESTS)
     run = pytester.inline_run(
         "-p", "no:cacheprovider", *(one.replace("FILE", path.name) for one in arguments)
@@ -96,12 +95,6 @@ def test_corners_have_each_value_once_in_as_few_cases_as_it_takes_and_pair_them_
     assert {(case["fault"], case["way"]) for case in chosen} == set(
         itertools.product(["reset", "slow", "lost"], ["s3", "abfs"])
     )
-
-
-def test_corners_of_some_parameters_leave_the_others_as_they_come() -> None:
-    cases = [{"rank": rank, "step": step} for rank in (0, 1) for step in range(5)]
-    assert {cases[number]["rank"] for number in corners(cases, ["rank"])} == {0, 1}
-    assert len(corners(cases, ["rank"])) == 2
 
 
 def test_a_case_for_the_gate_is_one_that_there_is() -> None:

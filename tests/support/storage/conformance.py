@@ -342,7 +342,6 @@ class StorageConformance:
 
     @pytest.mark.parametrize("nbytes", [1000, LARGE], ids=["one part", "several"])
     @pytest.mark.parametrize("fate", ["gone before", "gone meanwhile", "overwritten"])
-    @pytest.mark.corners
     def test_what_can_no_longer_be_copied_can_be_put(
         self, storage: Storage, opened: Callable[[], Storage], nbytes: int, fate: str
     ) -> None:
