@@ -23,7 +23,6 @@ POINTS = (
     "eager.copied",  # all have been
     "overlap.begun",  # copies go on behind the training loop
     "overlap.copied",  # they have all been made
-    "send.sent",  # a slot that is filled has the name by which another process finds it
     "stage.sealed",  # the slot has the segment's name
     "complete.receipts",  # every rank knows that every rank has sealed
     "complete.catalog",  # this node has the catalog, but no manifest yet

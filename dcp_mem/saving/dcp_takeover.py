@@ -29,7 +29,7 @@ from dcp_mem.errors import picklable
 from dcp_mem.planning.contradictions import PlanInvalid
 from dcp_mem.planning.wrapper_tensors import class_name
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.ahead import AheadCopy, SentCopy, StagedState, staged_in
+from dcp_mem.saving.ahead import AheadCopy, StagedState, staged_in
 from dcp_mem.saving.eager import EagerItems
 from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import Settled, settle
@@ -51,7 +51,7 @@ class DcpTakeover:
         self._exchanges = call.exchanges
         self._exchanges.only_errors()
         self.staged = staged_in(call.state_dict)
-        self._ahead: AheadCopy | SentCopy | None = None
+        self._ahead: AheadCopy | None = None
         self._put_in_place: Mapping[str, Any] | None = None  # of what stands for a staged state
         self._state: Attempted[Mapping[str, Any]] = Attempted((call.state_dict,))
         self._refusal: Exception | None = None  # why nothing could be staged
@@ -74,7 +74,7 @@ class DcpTakeover:
         self._refusal = content.error
         found = content.value if content.error is None else {}
         state: dict[str, Any] = {}
-        if isinstance(found, (AheadCopy, SentCopy)):
+        if isinstance(found, AheadCopy):
             self._ahead = found
         else:
             state = found
@@ -122,11 +122,6 @@ class DcpTakeover:
             copied.give_back()
 
     def _provider(self, context: SaveContext) -> AheadCopy | EagerItems:
-        if isinstance(self._ahead, SentCopy):
-            received = attempt(partial(self._ahead.received, context))
-            self._ahead = received.value if received.error is None else None
-            if received.error is not None:
-                self._state = Attempted(error=received.error)
         if self._ahead is not None:
             return self._ahead
         return EagerItems(
