@@ -19,8 +19,6 @@ POINTS = (
     "devices.enqueued",  # devices have been told to copy, and nobody has waited for them
     "stage.copied",  # all payload bytes are copied, but for what is left for later
     "frozen.sealed",  # the segment of frozen tensors has its name
-    "eager.copying",  # the next part is about to be copied, while the ranks agree or afterwards
-    "eager.copied",  # all have been
     "overlap.begun",  # copies go on behind the training loop
     "overlap.copied",  # they have all been made
     "stage.sealed",  # the slot has the segment's name

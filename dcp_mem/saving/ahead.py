@@ -1,7 +1,5 @@
 """States that are copied ahead of their save: `dcp.async_save`, with the writer as its stager.
 
-Saves in the call copy ahead of their agreement, too: see `eager.py`.
-
 `stage` copies a state dict straight into a slot, in the caller's thread: the only copy. The save
 follows in another thread. It agrees with the other ranks, seals the slot and completes the
 checkpoint. What belongs to the save travels in the state dict that DCP hands on.
@@ -300,11 +298,6 @@ class AheadCopy:
         if self._unused.detach() is None:
             raise DcpMemError(f"{context.name} was copied, and given up by a later save")
         return seal_filled(context, agreed, self._filled)
-
-    @property
-    def is_there(self) -> bool:
-        """True until the slot is sealed, or given back."""
-        return self._unused.alive
 
     def give_back(self) -> None:
         """Give the slot back, unless it has been sealed: its save has failed."""

@@ -52,7 +52,6 @@ from dcp_mem.saving.dcp_takeover import (
     saves_to_lowest_rank,
     why_not_own_plan,
 )
-from dcp_mem.saving.eager import EagerItems
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import carry_out, save
@@ -180,8 +179,7 @@ class Saver:
         calls = self.calls
         entered = attempt(lambda: self._entered(staged))
         if entered.error is None:
-            session, calls.turn = entered.value  # kept: it ends with the call, failed or not
-            session.give_back_unsealed()
+            calls.turn = entered.value[1]  # kept: it ends with the call, failed or not
         return attempt(lambda: self._named(entered.value[0]))
 
     def save(self, context: SaveContext, items: ItemProvider) -> Completed | None:
@@ -202,7 +200,8 @@ class Saver:
         try:
             completed = carry_out(replace(context, is_driven_by_dcp=False), items, settled)
         except BaseException:
-            items.give_back()
+            if isinstance(items, AheadCopy):
+                items.give_back()
             raise
         self._note(completed)
         takeover.metadata.settle(context.session, completed.manifest, completed.agreed.info)
@@ -239,11 +238,10 @@ class Saver:
         try:
             state = attempt(make_state)
             plans = own_plans_of(context.session)
-            with (
-                collector_paused(),
-                EagerItems(OwnPlanItems(plans, state, to_lowest_rank=to_lowest_rank)) as items,
-            ):
-                completed = self.save(context, items)
+            with collector_paused():
+                completed = self.save(
+                    context, OwnPlanItems(plans, state, to_lowest_rank=to_lowest_rank)
+                )
                 if completed is None:
                     return Metadata({})
                 faults.point("save.finished")
@@ -509,9 +507,7 @@ class Saver:
         if entered.error is not None:
             yield
             return
-        session, turn = entered.value
-        with turn:
-            session.give_back_unsealed()
+        with entered.value[1]:
             yield
 
     def open_session(self) -> Session:
