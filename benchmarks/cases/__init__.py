@@ -92,7 +92,6 @@ GROUPS = {
 CASES = (
     Case("core.save", "how long a warm save blocks, beside a bare copy and torch's savers"),
     Case("core.calls", "how long each call holds training up: dcp's, ours, torch's, others'"),
-    Case("core.late", "what a save costs the rank that comes last, and all wait for"),
     Case("core.first", "what the first saves of a process cost, with and without prepare()"),
     Case("core.planning", "what the common plan costs rank 0 of many, beside torch's planner"),
     Case("core.opening", "what opening the catalog of a large job costs each rank that loads"),

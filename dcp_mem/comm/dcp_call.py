@@ -37,7 +37,6 @@ from dcp_mem.errors import ConfigError
 
 _DEPTH = 16
 _PLANNING_STEP = "local_step"
-_SENDING = "_execute_save_impl"
 _PLANNING_VARIABLES = frozenset({"distW", "planner", "state_dict"})
 
 
@@ -148,20 +147,6 @@ def over_when_left() -> Callable[[], bool]:
             wrapper, number = weakref.ref(frame.f_locals["distW"]), id(frame)
             return partial(_has_left, wrapper, threading.get_ident(), number)
     return lambda: True
-
-
-def is_sending(thread: int) -> bool:
-    """Return whether a thread sends a save to DCP's other process, or waits for the answer."""
-    return _is_sending(sys._current_frames().get(thread))
-
-
-def sending_threads() -> set[int]:
-    """Return the numbers of all threads that do so."""
-    return {thread for thread, frame in sys._current_frames().items() if _is_sending(frame)}
-
-
-def _is_sending(frame: FrameType | None) -> bool:
-    return any(one.f_code.co_name == _SENDING for one in _from(frame))
 
 
 def _has_left(wrapper: weakref.ref[Any], thread: int, number: int) -> bool:

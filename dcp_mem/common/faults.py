@@ -19,11 +19,8 @@ POINTS = (
     "devices.enqueued",  # devices have been told to copy, and nobody has waited for them
     "stage.copied",  # all payload bytes are copied, but for what is left for later
     "frozen.sealed",  # the segment of frozen tensors has its name
-    "eager.copying",  # the next part is about to be copied, while the ranks agree or afterwards
-    "eager.copied",  # all have been
     "overlap.begun",  # copies go on behind the training loop
     "overlap.copied",  # they have all been made
-    "send.sent",  # a slot that is filled has the name by which another process finds it
     "stage.sealed",  # the slot has the segment's name
     "complete.receipts",  # every rank knows that every rank has sealed
     "complete.catalog",  # this node has the catalog, but no manifest yet

@@ -19,14 +19,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dcp_mem.common.background import COPYING, KeptThreads
-from dcp_mem.memory.large_copies import LEAST_NBYTES, LargeCopies, memmove
 
 T = TypeVar("T")
 Columns = npt.NDArray[np.int64]
@@ -37,6 +36,8 @@ Move = tuple[int, int, int]
 Or a read: (destination address, file offset, bytes).
 """
 
+LARGE_NBYTES = 1 << 20
+"""From here on numpy's loop copies (ADR 48); for less, setting it up costs more than it saves."""
 _CHUNK = 32 << 20
 _GAP = 16 << 10
 """So many bytes between two ranges are better read along than left out."""
@@ -53,6 +54,9 @@ _ONE_THREAD_NBYTES = 4 << 20
 """Below this, handing over to threads costs more than it gains."""
 _ONE_THREAD_PIECE = 32 << 10
 """Below this on average, threads spend more on the interpreter's lock than they save on copies."""
+_memmove = ctypes.CDLL(None).memmove  # outside the interpreter lock, as all of these
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = None
 _pread = ctypes.CDLL(None, use_errno=True).pread
 _pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
 _pread.restype = ctypes.c_ssize_t
@@ -72,7 +76,6 @@ _process_vm_writev.argtypes = (
     ctypes.c_ulong,
 )
 _process_vm_writev.restype = ctypes.c_ssize_t
-_large_copies = LargeCopies()
 _discarded = np.zeros(_GAP, np.uint8)
 """Takes the bytes between ranges, of all threads at once: nobody reads it."""
 
@@ -205,12 +208,25 @@ def _batches(gaps: Columns, nbytes: Columns) -> list[int]:
 
 def copy_here(moves: Sequence[Move]) -> None:
     """Copy memory to memory in this thread alone."""
-    copy_small, copy_large = memmove, _large_copies.copy
     for destination, source, nbytes in moves:
-        if nbytes < LEAST_NBYTES:
-            copy_small(destination, source, nbytes)
+        if nbytes < LARGE_NBYTES:
+            _memmove(destination, source, nbytes)
         else:
-            copy_large(destination, source, nbytes)
+            np.positive(np.asarray(_Bytes(source, nbytes)), np.asarray(_Bytes(destination, nbytes)))
+
+
+class _Bytes:
+    """Memory at an address, for numpy."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|i1",
+            "shape": (nbytes,),
+            "data": (address, False),
+        }
 
 
 def _read_share(descriptor: int, moves: Sequence[Move]) -> None:
@@ -258,28 +274,11 @@ def work_off(work: Sequence[T], act: Callable[[T], object], threads: int = 0) ->
 
     `work`: the pieces; taken in order. `act`: called in several threads at once. Raises Exception.
     """
-    under_way = WorkUnderWay(work, act)
-    try:
-        under_way.start(min(threads or torch.get_num_threads(), len(work)) - 1)
-        under_way.finish()
-    except BaseException:
-        under_way.cancel()
-        raise
+    _Work(work, act).do(min(threads or torch.get_num_threads(), len(work)) - 1)
 
 
-class StillAtWork(RuntimeError):
-    """Work can't be cancelled by a thread that is at work on it."""
-
-
-class WorkUnderWay(Generic[T]):
-    """Work that threads share: helpers begin with it, and its owner finishes or cancels it.
-
-    Each thread takes piece after piece until none is left: a thread that the machine holds up
-    delays one piece only. On return from `finish` and `cancel`, also with an error, no other thread
-    is at work any more.
-
-    `work`: the pieces; taken in order. `act`: called in several threads at once.
-    """
+class _Work(Generic[T]):
+    """Work that threads share: each takes piece after piece until none is left."""
 
     def __init__(self, work: Sequence[T], act: Callable[[T], object]) -> None:
         self._waiting, self._act = deque(work), act
@@ -287,22 +286,16 @@ class WorkUnderWay(Generic[T]):
         self._changed = threading.Condition()
         self._error: BaseException | None = None
 
-    def start(self, helpers: int) -> None:
-        """Have threads begin. Where this raises, some may have: the work has to be cancelled."""
+    def do(self, helpers: int) -> None:
+        """Take part until all is done; however it ends, no other thread is at work any more."""
         pool = _pool(max(torch.get_num_threads(), read_threads()))
-        for _ in range(helpers):
-            pool.submit(self._take)
-
-    def finish(self) -> None:
-        """Take part until all is done.
-
-        Raises Exception.
-        """
         try:
+            for _ in range(helpers):
+                pool.submit(self._take)
             self._take()
             self._wait()
         except BaseException:
-            self.cancel()
+            self._cancel()
             raise
         error, self._error = self._error, None
         if error is not None:
@@ -311,14 +304,9 @@ class WorkUnderWay(Generic[T]):
             finally:
                 del error  # its traceback has this frame
 
-    def cancel(self) -> None:
-        """Leave what nobody has begun with. An interrupt is raised once no thread is at work.
-
-        Raises StillAtWork.
-        """
+    def _cancel(self) -> None:
+        """Leave what nobody has begun with. An interrupt is raised once no thread is at work."""
         self._waiting.clear()
-        if threading.get_ident() in self._at_work:  # the collector has run within it, say
-            raise StillAtWork("work can't be cancelled by a thread that is at work on it")
         interrupt: BaseException | None = None
         while True:
             try:
@@ -350,8 +338,9 @@ class WorkUnderWay(Generic[T]):
                 self._changed.notify_all()
 
     def _wait(self) -> None:
+        here = threading.get_ident()  # an interrupt may have left it there
         with self._changed:
-            self._changed.wait_for(lambda: not self._at_work)
+            self._changed.wait_for(lambda: self._at_work <= {here})
 
 
 def _call(part: Callable[[], None]) -> None:

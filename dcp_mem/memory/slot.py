@@ -41,7 +41,6 @@ class Slot:
     claims: int = 1
     # of those in this process that rely on its bytes; nobody here claims it meanwhile
     holds: set[SlotHold] = field(default_factory=set)
-    is_received: bool = False  # whether another process has sent it, and holds it
 
     @property
     def address(self) -> int:

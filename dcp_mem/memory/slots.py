@@ -7,15 +7,11 @@ mapping.
 
 A segment that stays as it is may get further names, as a segment of later checkpoints. It becomes
 free with its last name, and nobody claims a slot that has another one.
-
-A process may fill a slot for a save that another process makes. It sends the slot, by a name under
-which nobody claims it, and goes on holding it; who receives it seals it, and keeps nothing of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 import uuid
@@ -24,12 +20,12 @@ from weakref import WeakSet
 
 from dcp_mem.common import files
 from dcp_mem.errors import MemoryBudgetExceeded
-from dcp_mem.memory.locks import end_lease, in_turn, open_leased, share, try_lease
+from dcp_mem.memory.locks import end_lease, in_turn, share, try_lease
 from dcp_mem.memory.recycling import retire
 from dcp_mem.memory.slot import Slot, SlotHold
 from dcp_mem.policy.slots import FreeSlot, SlotNeed, capacity_for, preferred
 
-_SUFFIX, _SENT = ".slot", ".sent"
+_SUFFIX = ".slot"
 
 
 class SlotPool:
@@ -43,7 +39,6 @@ class SlotPool:
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._open: dict[int, Slot] = {}
-        self._leaves_free = False
         self._guard = threading.RLock()  # not held while pages are populated, which takes long
         _all_pools.add(self)
 
@@ -163,62 +158,11 @@ class SlotPool:
 
     def abandon(self, slot: Slot) -> None:
         """Make a free slot of one whose staging has failed, wherever it lies by now."""
-        is_free = os.path.dirname(slot.path) == self._directory and not slot.path.endswith(_SENT)
+        is_free = os.path.dirname(slot.path) == self._directory
         if not is_free and _lies_at(slot, slot.path):
             with contextlib.suppress(FileNotFoundError):  # evicted just now: it is a slot already
                 slot.path = self._freed(slot.path)
         self.share(slot)
-        self.let_go(slot)
-
-    def let_go(self, slot: Slot) -> None:
-        """Leave a slot that was received to the process that has sent it."""
-        if slot.is_received:
-            self._forget(slot)
-
-    def send(self, slot: Slot) -> str:
-        """Let another process of this run seal a slot; return the path to `receive` it by.
-
-        The slot stays the caller's, to be abandoned once that process is done with it, whether it
-        has sealed it or not.
-
-        `slot`: the caller's own. Nothing writes into it any more. Raises FileNotFoundError.
-        """
-        with self._guard:
-            if self._open.get(slot.inode) is not slot:
-                raise FileNotFoundError(errno.ENOENT, "it isn't this process's any more", slot.path)
-            if not slot.path.endswith(_SENT):
-                path = self._new_path(_SENT)
-                # For a moment, while its lease becomes a shared one, it has none: so it gets the
-                # name by which others find it only then.
-                os.rename(slot.path, path + ".new")
-                slot.path = path + ".new"
-                share(slot.descriptor)
-                os.rename(slot.path, path)
-                slot.path = path
-            return slot.path
-
-    def receive(self, path: str) -> Slot:
-        """Return a slot that another process has sent, to seal and share it, or to abandon it.
-
-        It is held here, too, until it is let go: its sender may be closed, or killed, meanwhile.
-
-        Raises FileNotFoundError, BlockingIOError.
-        """
-        descriptor = open_leased(path)
-        facts = os.fstat(descriptor)
-        slot = Slot(
-            path=path,
-            descriptor=descriptor,
-            capacity=facts.st_size,
-            inode=facts.st_ino,
-            is_received=True,
-        )
-        with self._guard:
-            earlier = self._open.get(slot.inode)
-            if earlier is not None:
-                self._forget(earlier)
-            self._open[slot.inode] = slot
-        return slot
 
     def take_back(self, is_listed: Callable[[str], bool]) -> None:
         """Make free slots of this process's segments that no complete checkpoint lists."""
@@ -229,8 +173,6 @@ class SlotPool:
                     self._take_back_links(slot, is_listed)
                 elif sealed and _lies_at(slot, slot.path) and not is_listed(slot.path):
                     self.abandon(slot)
-                if _is_idle(slot):  # of a checkpoint that is complete here, and failed elsewhere
-                    self.let_go(slot)
 
     def _take_back_links(self, slot: Slot, is_listed: Callable[[str], bool]) -> None:
         slot.links = [path for path in slot.links if _lies_at(slot, path)]
@@ -270,22 +212,6 @@ class SlotPool:
                     return
                 raise
             self.share(slot)
-            if self._leaves_free:
-                self._forget(slot)
-
-    def leave_free(self) -> None:
-        """Hold no free slot from now on: another process fills the next ones, and sends them.
-
-        What is free later, this leaves when it is called again.
-        """
-        with self._guard, in_turn(self._directory):
-            self._leaves_free = True
-            for slot in list(self._open.values()):
-                if slot.is_received and _is_idle(slot):
-                    self._forget(slot)
-            for one in self._free():
-                if one.is_held and self._is_alone(one):
-                    self._forget(self._open[one.inode])
 
     def drop_larger(self, nbytes: int) -> None:
         """Give the memory of this process's large free slots back to the system.
@@ -389,8 +315,8 @@ class SlotPool:
         )
         return slot
 
-    def _new_path(self, suffix: str = _SUFFIX) -> str:
-        return os.path.join(self._directory, uuid.uuid4().hex[:12] + suffix)
+    def _new_path(self) -> str:
+        return os.path.join(self._directory, uuid.uuid4().hex[:12] + _SUFFIX)
 
     def _freed(self, path: str) -> str:
         """Make a free slot of what lies at a path, by rename; return where it lies now."""
@@ -415,7 +341,6 @@ class SlotPool:
         These are its own, and those that no process holds.
         """
         self._drop_deleted()
-        self._free_unreceived()
         found = []
         with os.scandir(self._directory) as entries:
             for entry in entries:
@@ -440,14 +365,6 @@ class SlotPool:
                         )
                     )
         return found
-
-    def _free_unreceived(self) -> None:
-        """Make free slots of those that were sent, where nobody is left who holds them."""
-        for name in os.listdir(self._directory):
-            path = os.path.join(self._directory, name)
-            if name.endswith(_SENT) and _is_unleased(path):
-                with contextlib.suppress(FileNotFoundError):  # sealed just now
-                    self._freed(path)
 
     def _drop_deleted(self) -> None:
         for slot in list(self._open.values()):

@@ -12,8 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Protocol, TypeVar
-from weakref import WeakSet
+from typing import TypeVar
 
 from dcp_mem.comm import Ranks
 from dcp_mem.config import Settings
@@ -45,13 +44,6 @@ _CANCEL_AT_EXIT = 5.0
 _POLL_SECONDS = 0.005
 
 
-class Unsealed(Protocol):
-    """A copy in a slot that isn't a segment yet."""
-
-    def give_back(self) -> None:
-        """Give the slot back, unless it has been sealed; on return no thread writes into it."""
-
-
 class Session:
     """One process's hold on one job: opens the parts, closes them, and does what needs several.
 
@@ -78,7 +70,7 @@ class Session:
     the next one's. `replicator`: has complete checkpoints copied to other nodes. `shared_copies`:
     copies of other ranks' frozen tensors, for the next checkpoints to share. `publisher`: makes
     checkpoints COMPLETE on this node. `nodes`: on which nodes the job runs. `turns`: the order of
-    the saves. `unsealed`: eager copies that aren't sealed so far; each save gives its own back.
+    the saves.
     """
 
     def __init__(self, root: str, job: str, identity: RunIdentity) -> None:
@@ -103,7 +95,6 @@ class Session:
         self.publisher = Publisher(self.memory, self.catalogs)
         self.nodes = JobNodes(self.memory.node)
         self.turns = Turns()
-        self.unsealed: WeakSet[Unsealed] = WeakSet()
         self._end: threading.Event | None = None  # set once it is closed; None: it stays open
         self._agent = AgentLink(root)
         self._noted_run = ""
@@ -173,18 +164,11 @@ class Session:
         if any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
             self.wake_agent(settings)
 
-    def give_back_unsealed(self) -> None:
-        """Give back the slots of saves that were broken off. Call it in a turn of its own."""
-        for one in list(self.unsealed):
-            one.give_back()
-            self.unsealed.discard(one)
-
     def wait_for_threads(self) -> None:
         """Return once no thread copies into a slot any more. Call it in the turn of `close`.
 
         Where this is interrupted, the session can still be used.
         """
-        self.give_back_unsealed()
         self.prefaulting.close()
         self.frozen.comparison.wait()
         self.replicator.wait()

@@ -157,8 +157,9 @@ class Turn:
         self._entry.follows = is_over
 
     def hand_over(self) -> None:
-        """Let another thread go on with the save. It calls `wait`, which returns at once."""
-        self._entry.holder = None
+        """Have the turn stay when the calling thread, if it holds it, comes to its next save."""
+        if self._entry.holder is threading.current_thread():
+            self._entry.holder = None
 
     def __enter__(self) -> Turn:
         try:

@@ -10,9 +10,7 @@ ones a segment of their own.
 
 Saves come in by `saver.py`, those that DCP drives by `calls.py` and `dcp_takeover.py` too;
 `returned_metadata.py` is what `dcp.save` returns. `ahead.py` and `overlap.py` copy ahead of
-asynchronous saves (`private_copies.py`: where there is no plan or no slot), `eager.py` copies in
-the others while their ranks agree. Where another process saves, `sends.py` has the saves go there
-one at a time, and `plan_requests.py` brings plans back.
+asynchronous saves (`private_copies.py`: where there is no plan or no slot).
 
 Nothing is decided by one rank alone, and no rank fails alone: what goes wrong on one rank travels
 with the next exchange, so that all ranks raise together and none is left waiting.

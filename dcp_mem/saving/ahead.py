@@ -1,7 +1,5 @@
 """States that are copied ahead of their save: `dcp.async_save`, with the writer as its stager.
 
-Saves in the call copy ahead of their agreement, too: see `eager.py`.
-
 `stage` copies a state dict straight into a slot, in the caller's thread: the only copy. The save
 follows in another thread. It agrees with the other ranks, seals the slot and completes the
 checkpoint. What belongs to the save travels in the state dict that DCP hands on.
@@ -10,29 +8,28 @@ A state dict of another structure than the last ones isn't part of a plan of all
 ranks plan only in the save. Such a state is copied into private memory, as torch's stager does, and
 from there into its slot. That is also what is done where no slot is free.
 
-Where another process saves, what goes there is the path of the slot. The plan comes from there,
-with the first save of such a state (`plan_requests.py`).
+So is what another process saves: torch sends the copy there.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from dcp_mem.comm.agreement import Attempted, attempt, known_to_all
-from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError, plain_error
-from dcp_mem.format.layout import align
 from dcp_mem.memory.copying import Chosen, Columns
 from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.policy.slots import growth
@@ -44,9 +41,7 @@ from dcp_mem.saving.overlap import Overlap, OverlappedCopies
 from dcp_mem.saving.own_plan import CatalogOfOwnPlan, catalog_source_of
 from dcp_mem.saving.own_plans import OwnPlans, own_plans_of
 from dcp_mem.saving.plan import claims_of
-from dcp_mem.saving.plan_requests import PlanRequest
 from dcp_mem.saving.private_copies import fields_in, set_fields_in
-from dcp_mem.saving.sends import wait_to_send
 from dcp_mem.saving.stage import Filled, Later, fill, seal_filled
 from dcp_mem.saving.values import Agreed, Planned, SaveContext, Staged
 
@@ -57,67 +52,35 @@ _REFUSED = "refused by dcp_mem"
 class StagedState:
     """A state dict as it was when `stage` was called; it travels to the save as a value.
 
-    It may be pickled, for a save in another process. Until that is over, DCP keeps this object in
-    the process that copied, and this object keeps the slot.
-
-    `request`: asks the process that saves for the plan, where this one knows none.
-    `is_copied_elsewhere`: whether another process has copied it into a slot, or wants to copy the
-    next ones.
+    It may be pickled, for a save in another process, unless it is in a slot.
     """
-
-    is_copied_elsewhere = False
 
     def __init__(
         self,
         info: SaveInfo,
-        content: Attempted[AheadCopy | SentCopy | dict[str, Any]],
+        content: Attempted[AheadCopy | dict[str, Any]],
         turn: Turn | None = None,
-        request: PlanRequest | None = None,
-        send: Turn | None = None,
     ) -> None:
         """Take what the save will need.
 
         `content`: the copy; or why there is none, which the save raises on all ranks. `turn`: the
-        save's turn among those of this process. Where another process saves, it ends with the
-        copying.
+        save's turn among those of this process, or among those that it sends to another one.
         """
-        self.info, self.turn, self.request = info, turn, request
-        self._content, self._send = content, send
+        self.info, self.turn = info, turn
+        self._content = content
 
     def __getstate__(self) -> dict[str, Any]:
         # Behind training. What goes wrong is raised by the save, on all ranks.
-        content, copy = self._content, None
-        if content.error is None and isinstance(content.value, AheadCopy):
-            copy = content.value
-            finished = attempt(copy.finish)
-            content = content if finished.error is None else Attempted(error=finished.error)
-        if self.turn is not None:
-            self.turn.end()
-        # An error that is kept keeps this state; it must not keep the slot.
-        wait_to_send(self._send, partial(_give_up, None if copy is None else weakref.ref(copy)))
-        if copy is not None and content.error is None:
-            content = attempt(copy.sent)
-        fields: Sequence[Mapping[str, Any]] = ()
-        if content.error is None and isinstance(content.value, dict):
-            fields = fields_in(content.value)
-        is_sent = content.error is None and isinstance(content.value, SentCopy)
-        return {
-            "info": self.info,
-            "turn": None,
-            "is_copied_elsewhere": is_sent or self.request is not None,
-            "_content": Attempted(error=plain_error(content.error)) if content.error else content,
-            "_send": None,
-            "_fields": fields,
-            "request": self.request,  # last: what lies behind it might fail, and leave its memory
-        }
+        packed = attempt(lambda: _packed(self._content.value))
+        if packed.error is not None:
+            packed = Attempted(error=plain_error(packed.error))
+        return {"info": self.info, "turn": None, "_packed": packed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        fields = state.pop("_fields")
-        self.__dict__.update(state)
-        if self._content.error is None and isinstance(self._content.value, dict):
-            set_fields_in(self._content.value, fields)
+        packed = state.pop("_packed")
+        self.__dict__.update(state, _content=attempt(lambda: _unpacked(packed.value)))
 
-    def take(self) -> Attempted[AheadCopy | SentCopy | dict[str, Any]]:
+    def take(self) -> Attempted[AheadCopy | dict[str, Any]]:
         """Return the copy, and keep no hold on it.
 
         Whoever keeps a failed save's future or error keeps this state, and would keep the slot.
@@ -136,8 +99,11 @@ class StagedState:
     def end_with(self, saving: Future[Any]) -> None:
         """Give up the copy and the turn when the save is over, should it not have taken them.
 
-        `dcp.save` may fail before it calls the writer, and its error keep this state.
+        `dcp.save` may fail before it calls the writer, and its error keep this state. A save in
+        another process takes neither.
         """
+        if self.turn is not None:
+            self.turn.hand_over()
         saving.add_done_callback(partial(_give_up_state, weakref.ref(self)))
 
     def as_state_dict(self) -> dict[str, Any]:
@@ -171,9 +137,19 @@ def raise_if_refused(state_dict: Mapping[str, Any]) -> None:
         raise error
 
 
-def copy_ahead(
-    context: SaveContext, planned: Planned, overlap: Overlap | None, *, is_sent: bool = False
-) -> AheadCopy | None:
+def _packed(content: AheadCopy | dict[str, Any]) -> bytes:
+    """Return what another process makes the same copy of; tensors stay in shared memory."""
+    assert isinstance(content, dict)
+    return bytes(ForkingPickler.dumps((content, fields_in(content))))
+
+
+def _unpacked(packed: bytes) -> dict[str, Any]:
+    content, fields = pickle.loads(packed)  # from the process that has started this one
+    set_fields_in(content, fields)
+    return cast("dict[str, Any]", content)
+
+
+def copy_ahead(context: SaveContext, planned: Planned, overlap: Overlap | None) -> AheadCopy | None:
     """Copy a state into a slot, by the plan that all ranks have saved such a state with.
 
     `planned`: what to copy, as `OwnPlans.recognised` found it in the state dict. `overlap`: which
@@ -183,8 +159,6 @@ def copy_ahead(
     session = context.session
     if not _has_room(context, planned):
         return None
-    if is_sent and planned.sources is None:
-        return None  # where its items come to lie turns out only when they are copied
     session.prefaulting.stop()
     later: Later | None = None
     if overlap is None:
@@ -198,9 +172,6 @@ def copy_ahead(
                 "dense, contiguous memory",
             )
     filled = fill(session, planned, later)
-    if is_sent:  # what other saves take is known from their checkpoints
-        plans = own_plans_of(session)
-        plans.note_tail(planned.plan_id, sum(align(nbytes) for _, nbytes in filled.tail))
     return AheadCopy(context, planned, filled, later)
 
 
@@ -292,7 +263,6 @@ class AheadCopy:
         )
         self._filled: Filled = replace(filled, items=items)
         self._later = later
-        self._slots = context.session.slots
         self._unused = weakref.finalize(
             self, _give_back, os.getpid(), context.session, filled, later
         )
@@ -329,16 +299,6 @@ class AheadCopy:
             raise DcpMemError(f"{context.name} was copied, and given up by a later save")
         return seal_filled(context, agreed, self._filled)
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the copies go on after the call that began them."""
-        return self._later is not None
-
-    @property
-    def is_there(self) -> bool:
-        """True until the slot is sealed, or given back."""
-        return self._unused.alive
-
     def give_back(self) -> None:
         """Give the slot back, unless it has been sealed: its save has failed."""
         self._unused()
@@ -362,70 +322,9 @@ class AheadCopy:
         if self._later is not None:
             self._later.finish()
 
-    def sent(self) -> SentCopy:
-        """Return what another process saves this by; all has been copied.
-
-        The slot is held here until this is dropped, or given back.
-
-        Raises DcpMemError.
-        """
-        try:
-            path = self._slots.send(self._filled.slot)
-        except OSError as error:
-            raise DcpMemError(
-                f"what was copied for a save in another process was given back: the writer was "
-                f"closed in between ({error})"
-            ) from None
-        faults.point("send.sent")
-        return SentCopy(
-            path=path,
-            plan_id=self._planned.plan_id,
-            frames=self._filled.layout.frames,
-            tail=self._filled.tail,
-        )
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a slot of this process can't be sent to another one: send `sent()`")
-
-
-@dataclass(frozen=True, slots=True)
-class SentCopy:
-    """A copy in a slot that another process holds: where it lies, and by which plan."""
-
-    path: str
-    plan_id: str
-    frames: str  # names the bytes around the payloads
-    tail: tuple[tuple[int, int], ...]  # (offset, bytes) of each byte item
-
-    def received(self, context: SaveContext) -> AheadCopy:
-        """Return the copy as this process saves it.
-
-        Raises DcpMemError.
-        """
-        planned = own_plans_of(context.session).written_by(context, self.plan_id)
-        if planned is None or planned.layout.frames != self.frames:
-            raise DcpMemError(
-                f"{context.name} isn't saved: it was copied by a plan that the process which saves "
-                f"doesn't have any more. The next save plans anew"
-            )
-        try:
-            slot = context.session.slots.receive(self.path)
-        except OSError as error:
-            raise DcpMemError(
-                f"{context.name} isn't saved: what was copied was given back ({error})"
-            ) from None
-        order = [*planned.tensors, *planned.objects]
-        filled = Filled(
-            slot=slot, layout=planned.layout, items=planned.items, order=order, tail=self.tail
-        )
-        return AheadCopy(context, planned, filled, None)
-
-    def give_back(self) -> None:
-        """Do nothing: the process that has copied holds the slot."""
-
 
 def _give_back(process: int, session: Session, filled: Filled, later: Later | None) -> None:
-    """Give a copy's slot back; it may be sealed already, where another process has saved it."""
+    """Give a copy's slot back."""
     if process != os.getpid():  # a forked child, which has no part in the save
         return
 
@@ -442,10 +341,4 @@ def _give_back(process: int, session: Session, filled: Filled, later: Later | No
 
 def _give_up_state(state: weakref.ref[StagedState], _: Future[Any]) -> None:
     if (kept := state()) is not None:
-        kept.give_back()
-
-
-def _give_up(copy: weakref.ref[AheadCopy] | None) -> None:
-    """Give a copy back, if it is still there: another process has saved it, or failed to."""
-    if copy is not None and (kept := copy()) is not None:
         kept.give_back()

@@ -48,7 +48,6 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
 
 def _tell(context: SaveContext, completed: Completed) -> None:
     session, manifest = context.session, completed.manifest
-    session.slots.let_go(completed.staged.slot)
     if not completed.agreed.topology.is_leader:
         return
     session.publisher.show(manifest)
@@ -78,10 +77,6 @@ def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_s
         session.memory.trim(most_nbytes)
     if staged.frozen is not None:  # what was frozen before may have left a slot of its size
         session.slots.drop_larger(2 * (staged.segment.nbytes + _LARGE))
-    if context.is_copied_elsewhere and settings.memory_limit is None and not any(incoming):
-        session.slots.leave_free()
-        if staged.slot.is_received:
-            return  # the process that copies has as many as it needs
     sizes = SlotSizes(
         staged.segment.nbytes + TAIL_ROOM, staged.layout, incoming[context.ranks.rank]
     )

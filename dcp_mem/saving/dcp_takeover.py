@@ -29,8 +29,7 @@ from dcp_mem.errors import picklable
 from dcp_mem.planning.contradictions import PlanInvalid
 from dcp_mem.planning.wrapper_tensors import class_name
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.ahead import AheadCopy, SentCopy, StagedState, staged_in
-from dcp_mem.saving.eager import EagerItems
+from dcp_mem.saving.ahead import AheadCopy, StagedState, staged_in
 from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import Settled, settle
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
@@ -51,7 +50,7 @@ class DcpTakeover:
         self._exchanges = call.exchanges
         self._exchanges.only_errors()
         self.staged = staged_in(call.state_dict)
-        self._ahead: AheadCopy | SentCopy | None = None
+        self._ahead: AheadCopy | None = None
         self._put_in_place: Mapping[str, Any] | None = None  # of what stands for a staged state
         self._state: Attempted[Mapping[str, Any]] = Attempted((call.state_dict,))
         self._refusal: Exception | None = None  # why nothing could be staged
@@ -64,7 +63,7 @@ class DcpTakeover:
         # Also where DCP's planner plans: the ranks are told when it raises.
         self._stand_in = _StandIn(planner)
         call.replace_planner(self._stand_in)
-        self.items: AheadCopy | EagerItems | None = None
+        self.items: AheadCopy | OwnPlanItems | None = None
         self.settled: Settled | None = None
         self.is_planned = False
 
@@ -74,7 +73,7 @@ class DcpTakeover:
         self._refusal = content.error
         found = content.value if content.error is None else {}
         state: dict[str, Any] = {}
-        if isinstance(found, (AheadCopy, SentCopy)):
+        if isinstance(found, AheadCopy):
             self._ahead = found
         else:
             state = found
@@ -116,26 +115,18 @@ class DcpTakeover:
 
     def give_up(self) -> None:
         """Give back what has been copied already: the save has failed, or is skipped."""
-        copied = self.items if self.items is not None else self._ahead
         self.items = None  # it refers to the caller's tensors
-        if copied is not None:
-            copied.give_back()
+        if self._ahead is not None:
+            self._ahead.give_back()
 
-    def _provider(self, context: SaveContext) -> AheadCopy | EagerItems:
-        if isinstance(self._ahead, SentCopy):
-            received = attempt(partial(self._ahead.received, context))
-            self._ahead = received.value if received.error is None else None
-            if received.error is not None:
-                self._state = Attempted(error=received.error)
+    def _provider(self, context: SaveContext) -> AheadCopy | OwnPlanItems:
         if self._ahead is not None:
             return self._ahead
-        return EagerItems(
-            OwnPlanItems(
-                own_plans_of(context.session),
-                self._state,
-                why_not=self._why_not,
-                to_lowest_rank=self._stand_in.saves_to_lowest_rank,
-            )
+        return OwnPlanItems(
+            own_plans_of(context.session),
+            self._state,
+            why_not=self._why_not,
+            to_lowest_rank=self._stand_in.saves_to_lowest_rank,
         )
 
     @property

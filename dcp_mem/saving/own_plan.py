@@ -27,7 +27,6 @@ from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, Split, warn_without_effect
 from dcp_mem.saving.frozen_apart import frozen_apart
 from dcp_mem.saving.plan import expected_tail
-from dcp_mem.saving.plan_requests import PlanRequest, ToldPlan
 from dcp_mem.saving.values import Planned, SaveContext, Staged
 
 _Written = tuple[WrittenItems, ...]
@@ -51,10 +50,6 @@ class OwnPlan:
     to_lowest_rank: bool  # whether the first rank that holds a chunk writes it
     # which of `tensors` were frozen at the last save; None where none were
     split: Split | None = None
-    # the request that another process has answered with this plan; None for plans of this process's
-    # saves
-    told: PlanRequest | None = None
-    tail_nbytes: int = 0  # what the last copy's byte items took, where another process saved it
 
     @cached_property
     def keys(self) -> Sequence[ItemKey]:
@@ -69,14 +64,6 @@ class OwnPlan:
                 strict=True,
             )
         ]
-
-    @property
-    def as_told(self) -> ToldPlan:
-        """This plan, for another process."""
-        written = np.zeros(len(self.structure.plan), bool)
-        written[[*self.tensors, *self.objects]] = True
-        mask = np.packbits(written).tobytes()
-        return ToldPlan(self.plan_id, self.structure.plan, mask, self.to_lowest_rank)
 
 
 def plan_of(
@@ -133,9 +120,7 @@ def planned_by(
     if leaves is None:
         return None
     items = RowItems(plan, structure, structure.item_values(leaves))
-    tail_nbytes = max(
-        expected_tail(context, plan.plan_id, plan.objects, items.resolve), plan.tail_nbytes
-    )
+    tail_nbytes = expected_tail(context, plan.plan_id, plan.objects, items.resolve)
     planned = Planned(
         items=items,
         tensors=plan.tensors,
@@ -147,20 +132,6 @@ def planned_by(
         group=context.group,
     )
     return planned if context.frozen is None else _without_frozen(context, plan, planned, items)
-
-
-def planned_elsewhere(context: SaveContext, plan: OwnPlan) -> Planned:
-    """Return this rank's part of a save that another process has written by a plan."""
-    layout = context.session.layouts.of(plan.specs)
-    return Planned(
-        items=RowItems(plan, plan.structure, ()),
-        tensors=plan.tensors,
-        objects=plan.objects,
-        layout=layout,
-        nbytes=layout.layout.nbytes,
-        plan_id=plan.plan_id,
-        group=context.group,
-    )
 
 
 def _without_frozen(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,10 +37,8 @@ from dcp_mem.saving.own_plan import (
     catalog_source_of,
     plan_of,
     planned_by,
-    planned_elsewhere,
     rows_of,
 )
-from dcp_mem.saving.plan_requests import PlanRequest
 from dcp_mem.saving.stage import stage
 from dcp_mem.saving.values import (
     Agreed,
@@ -52,7 +50,6 @@ from dcp_mem.saving.values import (
 )
 
 _PLANS_KEPT = 4
-_REQUESTS_KEPT = 8
 
 
 class OwnPlanItems:
@@ -133,8 +130,6 @@ class OwnPlans:
     def __init__(self) -> None:
         self._plans: OrderedDict[str, OwnPlan] = OrderedDict()
         self._guard = threading.Lock()  # not held while state dicts are looked at, or planned
-        self._requests: deque[tuple[GroupKey, PlanRequest]] = deque(maxlen=_REQUESTS_KEPT)
-        self._told: dict[str, list[PlanRequest]] = {}
 
     def plan(
         self,
@@ -230,7 +225,6 @@ class OwnPlans:
         """Forget a plan, so that the next save plans anew."""
         with self._guard:
             self._plans.pop(plan_id, None)
-            self._withdraw(plan_id)
 
     def refuse_to_plan(self, context: SaveContext, why: str) -> None:
         """Have `plan_together` fail on the other ranks, which call it now.
@@ -240,90 +234,15 @@ class OwnPlans:
         refusal = _Refusal(context.ranks.rank, why)
         self._merge_on_rank_0(context, refusal, to_lowest_rank=False)
 
-    # -- plans that another process makes ----------------------------------------------------------
-
-    def request(self, context: SaveContext) -> PlanRequest:
-        """Return a request for the plan of a save that another process makes."""
-        request = PlanRequest()
-        with self._guard:
-            self._requests.append((context.group, request))
-        return request
-
-    def learn(self, context: SaveContext, state: Mapping[str, Any]) -> bool:
-        """Keep a plan that another process has made of a state like this one, if it has come."""
-        with self._guard:
-            asked = [request for group, request in self._requests if group == context.group]
-        told = [(request, one) for request in asked if (one := request.answered) is not None]
-        if not told:
-            return False
-        try:
-            structure = Structure(state)
-        except (NotDescribable, ValueError):  # raised where the ranks plan
-            return False
-        for request, one in told[::-1]:
-            if one.local.is_same(structure.plan):
-                plan = plan_of(
-                    one.plan_id, context.group, structure, one.mask, None, one.to_lowest_rank
-                )
-                plan.told = request
-                self._keep(plan, context.session)
-                with self._guard:  # what others ask for the same plan isn't needed any more
-                    same = {request for request, other in told if other.plan_id == one.plan_id}
-                    kept = [asked for asked in self._requests if asked[1] not in same]
-                    self._requests = deque(kept, maxlen=_REQUESTS_KEPT)
-                return True
-        return False
-
-    def tell(self, plan_id: str, request: PlanRequest, session: Session) -> None:
-        """Answer the request of another process, where that can copy by the plan."""
-        with self._guard:
-            plan = self._plans.get(plan_id)
-        if plan is None or not session.layouts.of(plan.specs).is_plain:
-            return
-        with self._guard:
-            if plan_id in self._plans:
-                told = self._told.setdefault(plan_id, [])
-                told.append(request)
-                request.answer(plan.as_told)
-                while len(told) > _REQUESTS_KEPT:
-                    told.pop(0).withdraw()
-
-    def note_tail(self, plan_id: str, nbytes: int) -> None:
-        """Take note of what a copy's byte items took, for the next one's slot."""
-        with self._guard:
-            plan = self._plans.get(plan_id)
-            if plan is not None:
-                plan.tail_nbytes = nbytes
-
-    def written_by(self, context: SaveContext, plan_id: str) -> Planned | None:
-        """Return this rank's part of saving what another process has written by a plan.
-
-        Returns None where these ranks don't have that plan.
-        """
-        plan = next((one for one in self._like(context.group) if one.plan_id == plan_id), None)
-        if plan is None:
-            return None
-        with self._guard:
-            if plan_id in self._plans:
-                self._plans.move_to_end(plan_id)
-        return planned_elsewhere(context, plan)
-
-    def _withdraw(self, plan_id: str) -> None:
-        """Have no other process copy by a plan any more."""
-        for request in self._told.pop(plan_id, ()):
-            request.withdraw()
-
     # -- keeping them ------------------------------------------------------------------------------
 
-    def _like(self, group: GroupKey, to_lowest_rank: bool | None = None) -> list[OwnPlan]:
+    def _like(self, group: GroupKey, to_lowest_rank: bool) -> list[OwnPlan]:
         """Return the plans of a group of ranks, the last used one last."""
         with self._guard:
             return [
                 plan
                 for plan in self._plans.values()
-                if plan.group == group
-                and to_lowest_rank in (None, plan.to_lowest_rank)
-                and (plan.told is None or plan.told.is_answered)
+                if plan.group == group and plan.to_lowest_rank == to_lowest_rank
             ]
 
     def _known(self, context: SaveContext, structure: Structure, to_lowest_rank: bool) -> Structure:
@@ -343,7 +262,6 @@ class OwnPlans:
             self._plans[made.plan_id] = made
             while len(self._plans) > _PLANS_KEPT:
                 plan_id, plan = self._plans.popitem(last=False)
-                self._withdraw(plan_id)
                 session.last_saves.plans.pop((*plan.group, plan_id), None)
 
     def _planned(

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -37,10 +36,9 @@ from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.runtime.numbers import note_seen, seen
 from dcp_mem.runtime.session import Session, enter_session, open_session, session_for
-from dcp_mem.runtime.turns import Turn
+from dcp_mem.runtime.turns import Turn, Turns
 from dcp_mem.saving.ahead import (
     AheadCopy,
-    SentCopy,
     StagedState,
     copy_ahead,
     raise_if_refused,
@@ -54,21 +52,18 @@ from dcp_mem.saving.dcp_takeover import (
     saves_to_lowest_rank,
     why_not_own_plan,
 )
-from dcp_mem.saving.eager import EagerItems
-from dcp_mem.saving.frozen import warn_without_effect
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import carry_out, save
-from dcp_mem.saving.plan_requests import PlanRequest
 from dcp_mem.saving.private_copies import copied
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
-from dcp_mem.saving.sends import next_send, note_staged, wait_to_send
 from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
-from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, Planned, SaveContext
+from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
 from dcp_mem.storage.destination import lives_in_one_process, trial_of
 
-_SENT_BY_ALL, _SENT_ALONE = "sent by all", "sent alone"
-"""Scopes of the plans by which a process copies for saves that another one makes."""
+_sends = Turns()
+"""Of the saves that DCP sends to its other process. All of them share one pipe, and who waits there
+for an answer may read another save's: so there is one at a time."""
 
 
 class Saver:
@@ -146,7 +141,6 @@ class Saver:
             is_driven_by_dcp=True,
             frozen=self.frozen,
             has_copies=staged is not None or (self.stages_alone and not uses_collectives),
-            is_copied_elsewhere=staged is not None and staged.is_copied_elsewhere,
         )
         why_not, self.calls.why_not = self.calls.why_not, ""
         if takeover is not None:
@@ -185,8 +179,7 @@ class Saver:
         calls = self.calls
         entered = attempt(lambda: self._entered(staged))
         if entered.error is None:
-            session, calls.turn = entered.value  # kept: it ends with the call, failed or not
-            session.give_back_unsealed()
+            calls.turn = entered.value[1]  # kept: it ends with the call, failed or not
         return attempt(lambda: self._named(entered.value[0]))
 
     def save(self, context: SaveContext, items: ItemProvider) -> Completed | None:
@@ -207,14 +200,10 @@ class Saver:
         try:
             completed = carry_out(replace(context, is_driven_by_dcp=False), items, settled)
         except BaseException:
-            items.give_back()
+            if isinstance(items, AheadCopy):
+                items.give_back()
             raise
         self._note(completed)
-        if takeover.staged is not None and takeover.staged.request is not None:
-            plans, request = own_plans_of(context.session), takeover.staged.request
-            told = attempt(lambda: plans.tell(settled.planned.plan_id, request, context.session))
-            if told.error is not None:  # the checkpoint is complete
-                log.warning("a plan can't be told to the process that copies: %s", told.error)
         takeover.metadata.settle(context.session, completed.manifest, completed.agreed.info)
 
     # -- dcp_mem.save drives it --------------------------------------------------------------------
@@ -249,11 +238,10 @@ class Saver:
         try:
             state = attempt(make_state)
             plans = own_plans_of(context.session)
-            with (
-                collector_paused(),
-                EagerItems(OwnPlanItems(plans, state, to_lowest_rank=to_lowest_rank)) as items,
-            ):
-                completed = self.save(context, items)
+            with collector_paused():
+                completed = self.save(
+                    context, OwnPlanItems(plans, state, to_lowest_rank=to_lowest_rank)
+                )
                 if completed is None:
                     return Metadata({})
                 faults.point("save.finished")
@@ -337,45 +325,36 @@ class Saver:
         Returns a state dict that stands for the copy, or for what went wrong.
         """
         info = self.take_info()
+        if call.is_in_process:
+            return self._staged_to_send(info, state_dict).as_state_dict()
         entered = attempt(lambda: enter_session(self.settings, self._identity()))
         turn = entered.value[1] if entered.error is None else None
         try:
-            if call.is_in_process:
-                session = entered.value[0] if entered.error is None else None
-                staged = self._staged_to_send(call, session, turn, info, state_dict)
-            else:
-                content: Attempted[AheadCopy | SentCopy | dict[str, Any]] = attempt(
-                    lambda: self._copied(call, entered.value[0], info, state_dict)
-                )
-                staged = StagedState(info, content, turn)
+            content: Attempted[AheadCopy | dict[str, Any]] = attempt(
+                lambda: self._copied(call, entered.value[0], info, state_dict)
+            )
         except BaseException:  # an interrupt: its traceback would keep the turn
             if turn is not None:
                 turn.end()
             raise
-        return staged.as_state_dict()
+        return StagedState(info, content, turn).as_state_dict()
 
-    def _staged_to_send(
-        self,
-        call: StagingCall,
-        session: Session | None,
-        turn: Turn | None,
-        info: SaveInfo,
-        state: dict[str, Any],
-    ) -> StagedState:
-        """Stage a state dict for a save in another process."""
-        send = next_send()
+    def _staged_to_send(self, info: SaveInfo, state: dict[str, Any]) -> StagedState:
+        """Copy a state dict for a save in another process, once the save before has its answer."""
+        turn = _sends.take()
         try:
+            turn.wait()
+            if self.frozen is not None and not self.saves_elsewhere:
+                log.warning("frozen= has no effect: another process makes the save")
             self.saves_elsewhere = True
-            self._copies_to_send += 1
-            content, request = self._copied_to_send(call, session, info, state)
-            copy = content.value if content.error is None else None
-            if turn is not None and not (isinstance(copy, AheadCopy) and copy.is_under_way):
-                turn.end()  # else once all has been copied
-            note_staged(send)
+            content: Attempted[AheadCopy | dict[str, Any]] = attempt(
+                lambda: self._copied_elsewhere(state, is_shared=True)
+            )
         except BaseException:
-            send.end()
+            turn.end()
             raise
-        return StagedState(info, content, turn, request, send)
+        self._copies_to_send += 1
+        return StagedState(info, content, turn)
 
     @contextmanager
     def overlapping(self, overlap: Overlap | None) -> Iterator[None]:
@@ -414,49 +393,6 @@ class Saver:
             if ahead:
                 return ahead
         return self._copied_elsewhere(state)
-
-    def _copied_to_send(
-        self, call: StagingCall, session: Session | None, info: SaveInfo, state: dict[str, Any]
-    ) -> tuple[Attempted[AheadCopy | SentCopy | dict[str, Any]], PlanRequest | None]:
-        """Copy a state dict for a save in another process: into a slot, where a plan has come back.
-
-        Returns the copy, and a request for the plan where there is none.
-        """
-        if session is None or why_not_own_plan(call.planner):
-            return attempt(lambda: self._copied_elsewhere(state, is_shared=True)), None
-        # The ranks are those of the other process. This one's part is by itself.
-        context = SaveContext(
-            settings=self.settings,
-            session=session,
-            ranks=SingleRank(),
-            rank=0,
-            scope=_SENT_ALONE if call.is_alone else _SENT_BY_ALL,
-            name="",
-            info=info,
-        )
-        plans, to_lowest_rank = own_plans_of(session), saves_to_lowest_rank(call.planner)
-        if self.frozen is not None:
-            warn_without_effect(session, "another process makes the save")
-
-        def plan() -> Planned | None:
-            raise_if_refused(state)
-            known = partial(plans.recognised, context, state, to_lowest_rank=to_lowest_rank)
-            with collector_paused():
-                return known() or (known() if plans.learn(context, state) else None)
-
-        def copy(planned: Planned | None) -> AheadCopy | dict[str, Any]:
-            with collector_paused():
-                ahead = planned and copy_ahead(context, planned, self.calls.overlap, is_sent=True)
-            return ahead or self._copied_elsewhere(state, is_shared=True)
-
-        planned = attempt(plan)
-        content: Attempted[AheadCopy | SentCopy | dict[str, Any]] = attempt(
-            lambda: copy(planned.value)
-        )
-        if content.error is not None or planned.value is not None:
-            return content, None
-        request = attempt(lambda: plans.request(context))
-        return content, request.value if request.error is None else None
 
     def _copied_elsewhere(
         self, state: dict[str, Any], *, is_shared: bool = False
@@ -571,9 +507,7 @@ class Saver:
         if entered.error is not None:
             yield
             return
-        session, turn = entered.value
-        with turn:
-            session.give_back_unsealed()
+        with entered.value[1]:
             yield
 
     def open_session(self) -> Session:
@@ -607,7 +541,6 @@ class Saver:
         # What was said of the next save goes along, unless `stage` has sent ahead what was said of
         # this one. DCP pickles the writer in the background: by now it may be of a later save.
         info = SaveInfo()
-        wait_to_send()
         if self._copies_to_send:
             self._copies_to_send -= 1
         else:
@@ -628,6 +561,15 @@ class Saver:
         number = state.pop("_seen")
         self.__dict__.update(state, calls=ThreadCalls())
         note_seen(self.settings, number)
+
+
+def _forget_parent() -> None:
+    """After a fork: the child sends to a process of its own."""
+    global _sends
+    _sends = Turns()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _is_alone(value: Any) -> bool:

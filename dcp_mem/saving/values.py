@@ -43,9 +43,6 @@ class SaveContext:
     is_driven_by_dcp: bool = False
     frozen: TensorRule | None = None  # tells which tensors are declared frozen; None where none are
     has_copies: bool = False  # whether the state dict is a private copy of the caller's
-    # whether another process copies what is saved into slots, this time or as soon as it knows the
-    # plan
-    is_copied_elsewhere: bool = False
 
     @property
     def group(self) -> GroupKey:

@@ -160,8 +160,6 @@ def _is_killed_where_it_saves(places: Places, point: str) -> None:
     with places.writer(keep_memory=3, agent="process", persist=False) as writer:
         _start(writer, _state(1), "step-1", "process").result(timeout=60)
         state = _state(2)
-        if point == "stage.copied":  # a state of a new structure is copied there
-            state["new"] = torch.ones(1)
         with pytest.raises(BaseException):  # noqa: B017, PT011 - torch's own, of a process that is gone
             _start(writer, state, "step-2", "process").result(timeout=60)
         into = blank_of(_state(0))

@@ -26,7 +26,6 @@ from dcp_mem.memory.slots import SlotPool
 from dcp_mem.storage.posix import PosixStorage, PosixUpload
 from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.kill_targets import (
-    EAGER,
     OVERLAPPED,
     ROAD,
     CallFailed,
@@ -67,7 +66,6 @@ AFTER_THE_VOTE = ("complete.evicted", "save.finished")
 With torch's planner, the ranks part later.
 """
 OVERLAP_POINTS = [point for point in faults.POINTS if point.startswith("overlap.")]
-EAGER_POINTS = [point for point in faults.POINTS if point.startswith("eager.")]
 OF_BOTH = [point for point in SAVE_POINTS if point not in LEADER_POINTS]
 COMPLETE_FROM = SAVE_POINTS.index("complete.manifest")
 MOMENTS = ["stage.copying", "stage.sealed", "complete.manifest"]
@@ -234,35 +232,6 @@ def test_kill_of_one_of_two_ranks_in_an_asynchronous_save(
     newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
     check_memory(place, 2, newest)
     check_restart(place, 2, newest)
-
-
-@pytest.mark.parametrize("road", ["dcp.save", "dcp_mem.save"])
-@pytest.mark.parametrize(
-    ("point", "rank", "world_size"),
-    [
-        *((point, 0, None) for point in [*SAVE_POINTS, *EAGER_POINTS]),
-        *((point, 0, 2) for point in [*SAVE_POINTS, *EAGER_POINTS]),
-        *((point, 1, 2) for point in [*OF_BOTH, *EAGER_POINTS]),
-    ],
-)
-def test_kill_in_a_save_that_copies_while_its_ranks_agree(
-    point: str, rank: int, world_size: int | None, road: str, memory_root: Path
-) -> None:
-    place = Place(str(memory_root))
-    outcomes = forked(
-        save_armed,
-        world_size,
-        place,
-        [1, 2],
-        3,
-        {rank: f"{point}:kill:1"},
-        env={EAGER: "1", ROAD: road},
-    ).join(killed={rank})
-    newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
-    if world_size is not None and point not in AFTER_THE_VOTE:
-        assert outcomes[1 - rank], "the save returned where a rank was killed in it"
-    check_memory(place, world_size, newest)
-    check_restart(place, world_size, newest)
 
 
 @pytest.mark.parametrize("point", with_variants(SAVE_POINTS, gate=SAVE_POINTS[::2]))

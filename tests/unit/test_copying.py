@@ -4,7 +4,6 @@ import ctypes
 import os
 import tempfile
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -110,47 +109,29 @@ def test_a_read_past_the_end_raises_and_leaves_no_thread_at_work(
             copying.read(stream.fileno(), [(ctypes.addressof(target), 0, 8 << 20)])
 
 
-def test_work_that_is_cancelled_ends_with_what_was_begun() -> None:
-    begun, go_on, done = threading.Event(), threading.Event(), []
+@pytest.mark.parametrize("failing", ["caller", "helper"])
+def test_an_error_in_shared_work_is_raised_once_no_thread_is_at_work(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    both, done = threading.Barrier(2), []
 
     def act(piece: int) -> None:
-        begun.set()
-        assert go_on.wait(60)
+        both.wait(60)  # each thread has one piece
+        if (threading.current_thread() is threading.main_thread()) == (failing == "caller"):
+            raise KeyError(piece)
         done.append(piece)
 
-    work = copying.WorkUnderWay(range(100), act)
-    work.start(1)
-    assert begun.wait(60)
-    cancelling = threading.Thread(target=work.cancel)
-    cancelling.start()
-    go_on.set()
-    cancelling.join(60)
-    assert not cancelling.is_alive()
-    assert len(done) <= 2  # one may have been taken before the rest was left
-    count = len(done)
-    time.sleep(0.05)
-    assert len(done) == count
-
-
-def test_an_error_in_work_that_others_do_is_raised_where_it_is_finished() -> None:
-    def act(piece: int) -> None:
-        raise KeyError(piece)
-
-    work = copying.WorkUnderWay(range(10), act)
-    work.start(1)
     with pytest.raises(KeyError):
-        work.finish()
+        copying.work_off(range(2), act)
+    assert len(done) == 1
 
 
-def test_work_is_not_cancelled_by_who_is_at_work_on_it() -> None:
-    errors: list[Exception] = []
-
-    def act(piece: int) -> None:
-        try:
-            work.cancel()
-        except RuntimeError as error:
-            errors.append(error)
-
-    work = copying.WorkUnderWay(range(3), act)
-    work.finish()
-    assert len(errors) == 1  # the other pieces were left
+@pytest.mark.parametrize("nbytes", [1, 4097, copying.LARGE_NBYTES, (3 << 20) + 7])
+def test_pieces_of_any_size_are_copied_and_nothing_beside_them(nbytes: int) -> None:
+    source = np.random.default_rng(nbytes).integers(1, 256, nbytes + 32, np.uint8)
+    target = np.zeros_like(source)
+    copying.copy_here([(target.ctypes.data + 16, source.ctypes.data + 8, nbytes)])
+    assert np.array_equal(target[16 : 16 + nbytes], source[8 : 8 + nbytes])
+    assert not target[:16].any()
+    assert not target[16 + nbytes :].any()

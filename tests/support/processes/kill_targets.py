@@ -50,10 +50,8 @@ from torch.distributed.tensor import DTensor, Shard
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
 from dcp_mem.common import faults
 from dcp_mem.flushing import agent_handle
-from dcp_mem.saving import eager
 from dcp_mem.saving.overlap import Overlap
 from tests.support import REPOSITORY
-from tests.support.checkpoints.jobs import wait_for_spare_slots
 from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.launch import TETHER, RankDeath, RanksFailed, RanksHung
 
@@ -68,9 +66,6 @@ ROAD = "DCP_MEM_TESTS_ROAD"
 
 OVERLAPPED = "DCP_MEM_TESTS_OVERLAPPED"
 """Set likewise, they go through dcp.async_save, with copies behind the training loop."""
-
-EAGER = "DCP_MEM_TESTS_EAGER"
-"""Set likewise, saves in the call copy while their ranks agree, as those of larger states do."""
 
 _POLL_SECONDS = 0.005
 _DUMP_STACKS = signal.SIGRTMAX
@@ -625,9 +620,6 @@ def save(writer: MemoryStorageWriter, step: int, name: str = "") -> None:
     if os.environ.get(OVERLAPPED):
         _save_behind(writer, state_of(step), name or name_of(step))
         return
-    if os.environ.get(EAGER):
-        eager.LEAST_NBYTES = 0
-        wait_for_spare_slots()
     road = SAVES[os.environ.get(ROAD, "dcp.save")]
     road(state_of(step), checkpoint_id=name or name_of(step), storage_writer=writer)
 
