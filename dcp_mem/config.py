@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from dcp_mem.common.azure_urls import abfs_url
@@ -23,11 +24,16 @@ OnSlowStorage = Literal["newest", "all"]
 OnReplication = Literal["wait", "skip", "cancel"]
 OnNonfinite = Literal["ignore", "warn", "reject"]
 AgentKind = Literal["process", "thread"]
-TransportChoice = Literal["auto", "gloo", "nixl"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_MOST_LINES = 16
+_TRANSPORTS = "dcp_mem.transports"
+"""The group of entry points that connect two ranks; ours need no installed metadata."""
+_OUR_TRANSPORTS = {
+    "auto": "dcp_mem.nixl:connect_by_cards",
+    "gloo": "dcp_mem.comm.transports:GlooChannel",
+    "nixl": "dcp_mem.nixl:connect",
+}
 _SECRET_IN_URL = re.compile(r"^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)=", re.IGNORECASE)
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
 _NAME = re.compile(r"[A-Za-z0-9_=+,@%~$][A-Za-z0-9_.=+,@%~$:-]*")
@@ -109,7 +115,7 @@ class Settings:
     # what to do about a checkpoint with values that aren't finite, once it is complete
     on_nonfinite: OnNonfinite = "ignore"
     reuse_stored: bool = True  # whether what storage has already isn't sent again
-    transport: TransportChoice = "gloo"  # what moves bytes between nodes
+    transport: str = "gloo"  # what moves bytes between nodes
     # what is made of checkpoints for other programs, behind training
     export: ExportOrder | None = None
     # mode of files in a directory on storage; None: as the umask has it
@@ -294,14 +300,26 @@ def _failure_domain(given: str | Callable[[], str] | None) -> str:
     return domain
 
 
-def _transport(given: str | None) -> TransportChoice:
+def _transport(given: str | None) -> str:
     """Return the argument, else $DCP_MEM_TRANSPORT, else "gloo"."""
     choice = given if given is not None else os.environ.get("DCP_MEM_TRANSPORT") or "gloo"
-    if choice not in ("auto", "gloo", "nixl"):
-        raise ConfigError(
-            f"transport={choice!r} (or DCP_MEM_TRANSPORT): choose 'auto', 'gloo' or 'nixl'"
-        )
-    return choice  # type: ignore[return-value]
+    return transport_point(choice).name
+
+
+def transport_point(name: str) -> EntryPoint:
+    """Return what loads a transport: one of ours, else one that another package offers.
+
+    Raises ConfigError.
+    """
+    if name in _OUR_TRANSPORTS:
+        return EntryPoint(name, _OUR_TRANSPORTS[name], _TRANSPORTS)
+    others = {point.name: point for point in entry_points(group=_TRANSPORTS)}
+    if name in others:
+        return others[name]
+    *first, last = map(repr, sorted({*_OUR_TRANSPORTS, *others}))
+    raise ConfigError(
+        f"transport={name!r} (or DCP_MEM_TRANSPORT): choose {', '.join(first)} or {last}"
+    )
 
 
 def exchange_timeout() -> float:
@@ -318,20 +336,6 @@ def wait_warning() -> float:
     Raises ConfigError.
     """
     return _seconds_from("DCP_MEM_WAIT_WARNING", 30.0)
-
-
-def lines_of_channel() -> int:
-    """Return the connections of a channel over TCP: $DCP_MEM_LINES, else 1; from 1 to 16.
-
-    Raises ConfigError.
-    """
-    text = os.environ.get("DCP_MEM_LINES") or "1"
-    if not (text.isdecimal() and 1 <= int(text) <= _MOST_LINES):
-        raise ConfigError(
-            f"DCP_MEM_LINES={text!r}: give a whole number from 1 to {_MOST_LINES}, the same on all "
-            "ranks"
-        )
-    return int(text)
 
 
 def _seconds_from(variable: str, default: float) -> float:

@@ -86,7 +86,8 @@ class MemoryStorageWriter(StorageWriter):
             "wait" for them, "skip" its own, or "cancel" them. The same on all ranks.
         transport: What moves copies between nodes: "gloo"; "nixl" (RDMA, or the memory of one
             machine), or gloo where that doesn't work; "auto", which is nixl where both nodes have a
-            card that does RDMA. Default DCP_MEM_TRANSPORT, else "gloo". The same on all ranks.
+            card that does RDMA; or another package's. Default DCP_MEM_TRANSPORT, else "gloo". The
+            same on all ranks.
         keep_memory: Complete checkpoints that stay in memory: a number, or a policy of `keep_last`,
             `keep_best`, `any_of`. One more is staged beside them.
         keep_storage: Checkpoints that stay on storage: the same, where `keep_every` may be one of

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, subcommand
 from dcp_mem.cli.screen import shown
-from dcp_mem.config import TransportChoice, memory_root_path, root_url
+from dcp_mem.config import memory_root_path, root_url, transport_point
 from dcp_mem.operations.doctor import Check, Severity, examine
 from dcp_mem.operations.network import judge_network, measure_network
 from dcp_mem.operations.transport_check import judge_transport
@@ -42,13 +42,15 @@ _COLORS = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold r
 )
 @click.option(
     "--transport",
-    type=click.Choice(["auto", "gloo", "nixl"]),
+    metavar="[auto|gloo|nixl|…]",
     help="With --peers: also try and measure what copies go by.",
 )
-def command(common: CommonOptions, is_of_peers: bool, transport: TransportChoice | None) -> int:
+def command(common: CommonOptions, is_of_peers: bool, transport: str | None) -> int:
     """Print each check; return 1 if one fails."""
     if transport and not is_of_peers:
         raise click.UsageError("--transport goes with --peers")
+    if transport:
+        transport_point(transport)
     checks = []
     for check in _checks_of_peers(transport) if is_of_peers else _checks_of_machine(common):
         checks.append(check)
@@ -66,7 +68,7 @@ def _checks_of_machine(common: CommonOptions) -> Iterator[Check]:
     )
 
 
-def _checks_of_peers(transport: TransportChoice | None) -> Iterator[Check]:
+def _checks_of_peers(transport: str | None) -> Iterator[Check]:
     """Measure together with the other processes; yield the checks in the first one alone."""
     nodes, moved = measure_network(transport)
     if os.environ.get("RANK", "0") == "0":

@@ -10,10 +10,8 @@ order:
     greetings     how a connection begins: proofs that both ends are of one job
     peers, wire   TCP connections to those ranks that this rank talks to, and messages over them
     job_ranks     `Ranks` over these connections; `ranks_of` finds or makes them
-    transports    which transport two ranks take for many bytes, and connecting them by it
-    channels      a connection of two ranks for many bytes, over gloo
-    nixl_channel  the same by NIXL: the receiver reads the sender's memory
-    nixl_agents   memory that others may read, and reading it; control_line: small frames over TCP
+    transports    a connection of two ranks for many bytes: over gloo, or by what is plugged in
+    control_line  small frames over TCP, for what is plugged in
     transfer      checked transfer of many bytes over a channel
     notices       messages to all ranks at any time, through the store
     timed_store   calls to the store that end in time

@@ -1,4 +1,4 @@
-"""The network address at which other ranks reach this one: the rule of torch's own gloo groups."""
+"""The network address at which other ranks reach this one, as torch's gloo has it; RDMA cards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
+_INFINIBAND = "/sys/class/infiniband"
 _SIOCGIFADDR = 0x8915
 _GLOBAL_SCOPE, _HOST_SCOPE = "00", "10"
 SOCKETS_OF_A_RANK = 64
@@ -39,6 +41,16 @@ def listening_socket() -> socket.socket:
     raise RuntimeError(
         f"{_VARIABLE}={names!r}: no such interface has an address; there are {known}"
     )
+
+
+def rdma_devices(root: str = _INFINIBAND) -> tuple[str, ...]:
+    """Return the cards that do RDMA (InfiniBand, RoCE, EFA) and have a link."""
+    found = []
+    for state in sorted(Path(root).glob("*/ports/*/state")):
+        with suppress(OSError):
+            if "ACTIVE" in state.read_text():
+                found.append(state.parts[-4])
+    return tuple(dict.fromkeys(found))
 
 
 def check_open_files(ranks: int) -> None:

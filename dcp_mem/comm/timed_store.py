@@ -177,27 +177,6 @@ class PolledStore(dist.Store):
                 pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def below(store: dist.Store, prefix: str) -> dist.Store:
-    """Return a store whose keys have a prefix in another one.
-
-    Torch's own would keep the other one's C++ half alone, without the methods of a `PolledStore`.
-    """
-    if isinstance(store, PolledStore):
-        return PolledStore(store._store, store._seconds, f"{store._prefix}{prefix}/")
-    return dist.PrefixStore(prefix, store)
-
-
-def connected(store: dist.Store, rank: int, size: int, seconds: float) -> dist.ProcessGroupGloo:
-    """Return a gloo group of ranks that meet in the store.
-
-    `seconds`: how long connecting may take, and then each message of the group may wait. Raises
-    RuntimeError.
-    """
-    timeout = timedelta(seconds=seconds)
-    # By itself it takes up to twice as long: for the addresses of the others, and for the others.
-    return TimedCalls(seconds).do(lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
-
-
 def own_connection(store: dist.Store, seconds: float) -> dist.Store:
     """Return another connection to the same store, without its prefixes.
 

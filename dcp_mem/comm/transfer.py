@@ -190,7 +190,7 @@ def receive(
             _begin(in_flight)
         while in_flight:
             answers.append(_take(in_flight))
-        for answer in answers:  # of several lines, one may not be ready to send yet
+        for answer in answers:  # the last ones may not be sent yet
             answer.wait()
     except BaseException:
         channel.close()  # else a message that is under way could still be written

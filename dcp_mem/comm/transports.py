@@ -1,50 +1,39 @@
-"""Choose a transport for two ranks that exchange many bytes, and connect them.
+"""Many bytes between two ranks: what connects them, and gloo, which does so everywhere.
 
-    gloo   TCP, everywhere; a group of two ranks (`channels`), or several of them (`lines`)
-    nixl   one-sided reads by UCX, over InfiniBand, RoCE or shared memory (`nixl_channel`)
+`transport=` names gloo, or what another package offers by an entry point (`config`). Where that
+doesn't work between two ranks, both of them take gloo.
 
-Two ranks settle it in the store before they connect:
-
-    each rank               puts its offer there: whether it can and would use NIXL, and how
-    each rank that can      gets the peer's offer; both come to the same decision (`_refusal`)
-    both, if it is NIXL     connect, and read a few bytes of each other; each says how that went
-
-Where anything of that fails while the peer is there, both ranks take gloo.
+A channel over gloo is a gloo group of two ranks. In a larger group, gloo breaks off every
+connection as soon as one message has waited for too long; in a group of two only these two notice.
+It also has a thread of its own, where a larger group has one for all its messages.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
-from dcp_mem.comm.addresses import listening_socket
-from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.collectives import Channel
-from dcp_mem.comm.control_line import ControlLine, accepted, dialled
-from dcp_mem.comm.greetings import Door
-from dcp_mem.comm.lines import LinedChannel
-from dcp_mem.comm.nixl_agents import import_trouble
-from dcp_mem.comm.nixl_channel import INLINE_NBYTES, NixlChannel
-from dcp_mem.comm.timed_store import TimedCalls, below
+from dcp_mem.comm.timed_store import TimedCalls
 from dcp_mem.common.log import log
-from dcp_mem.config import lines_of_channel
+from dcp_mem.config import transport_point
+from dcp_mem.errors import ConfigError
 
-_INFINIBAND = "/sys/class/infiniband"
-_TCP_VARIABLE = "DCP_MEM_NIXL_TCP"
-PROBE_NBYTES = INLINE_NBYTES + 4096
-"""More than goes over the connection, so that the probe is read as any large message."""
-_MOST_PROBE_SECONDS = 20.0
-_WORKS, _FAILS = b"\1", b"\0"
+T = TypeVar("T")
+_TAG = 0x64638
+_LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
+_WHOLE = 0.9
+"""The part of the time-out from which on a failed wait has taken all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +50,7 @@ class Pair:
 class Transport(Protocol):
     """A way to move many bytes between two ranks; `Channel` says what its channels promise."""
 
-    name: str
-
-    def connect(self, pair: Pair) -> Channel:
+    def __call__(self, pair: Pair, /) -> Channel:
         """Connect; return this rank's end once the peer has connected too.
 
         After a failure, the same two ranks may connect again, by a fresh name in the store.
@@ -79,73 +66,30 @@ class Transport(Protocol):
 
 
 class TransportUnusable(RuntimeError):
-    """A transport doesn't work between two ranks, and says why, on both of them."""
+    """A transport doesn't work between two ranks, and says why, on both of them.
 
-
-class GlooTransport:
-    """Connects by gloo groups of the two ranks: one for each line."""
-
-    name = "gloo"
-
-    def __init__(self, lines: int = 1) -> None:
-        self._lines = lines
-
-    def connect(self, pair: Pair) -> Channel:
-        """Connect; return this rank's end."""
-        if self._lines == 1:
-            return _gloo_channel(pair, pair.store)
-        with ExitStack() as connected_so_far:
-            lines = []
-            for number in range(self._lines):
-                line = _gloo_channel(pair, below(pair.store, f"line {number}"))
-                connected_so_far.callback(line.close)
-                lines.append(line)
-            connected_so_far.pop_all()
-            return LinedChannel(lines)
-
-
-def _gloo_channel(pair: Pair, store: dist.Store) -> GlooChannel:
-    return GlooChannel(store, pair.is_sender, pair.seconds, pair.on_silence)
-
-
-class NixlTransport:
-    """Connects by NIXL, where both ranks can.
-
-    `only_rdma`: whether both ranks must have a card that does RDMA.
+    `is_expected`: whether that is nothing to log.
     """
 
-    name = "nixl"
+    def __init__(self, why: str, *, is_expected: bool = False) -> None:
+        super().__init__(why)
+        self.is_expected = is_expected
 
-    def __init__(self, *, only_rdma: bool = False) -> None:
-        self._only_rdma = only_rdma
 
-    def connect(self, pair: Pair) -> Channel:
-        """Connect; return this rank's end."""
-        offers, deadline = _Offers(pair), time.monotonic() + pair.seconds
-        own = own_offer(only_rdma=self._only_rdma)
-        if own.trouble:
-            offers.put(own, None, b"")
-            raise TransportUnusable(own.trouble)
-        if not pair.is_sender:
-            offers.put(own, None, b"")
-            peer, address, token = offers.peers(deadline)
-            _check(own, peer)
-            assert address is not None
-            connection = dialled(address, token, deadline)
-        else:
-            with closing(Door(listening_socket())) as door:
-                offers.put(own, door.address, door.token)
-                peer, _, _ = offers.peers(deadline)
-                _check(own, peer)
-                connection = accepted(door, deadline)
-        channel = NixlChannel(ControlLine(connection), min(pair.seconds / 2, _MOST_PROBE_SECONDS))
-        try:
-            _probe(channel)
-        except BaseException:
-            channel.close()
-            raise
-        channel.be_patient(pair.seconds, pair.on_silence)
-        return channel
+@cache
+def transport(name: str) -> Transport:
+    """Return what a name stands for as `transport=`.
+
+    Raises ConfigError.
+    """
+    point = transport_point(name)
+    try:
+        found: Transport = point.load()
+    except Exception as error:
+        raise ConfigError(
+            f"transport={name!r} is {point.value}, which can't be imported: {error}"
+        ) from error
+    return found
 
 
 def connected(choice: str, pair: Pair) -> Channel:
@@ -153,157 +97,155 @@ def connected(choice: str, pair: Pair) -> Channel:
 
     Raises ConfigError, RuntimeError.
     """
-    if choice != "gloo":
-        try:
-            return NixlTransport(only_rdma=choice == "auto").connect(pair)
-        except TransportUnusable as error:
-            _say_why(choice, str(error))
-    return GlooTransport(lines_of_channel()).connect(pair)
+    try:
+        return transport(choice)(pair)
+    except TransportUnusable as error:
+        _say_why(choice, error)
+    return GlooChannel(pair)
 
 
-def _say_why(choice: str, why: str) -> None:
-    """Log why NIXL isn't used, once for each kind of reason; `auto` needs none without a card."""
-    kind = why.partition(":")[0]
-    if kind in _said or (choice == "auto" and not rdma_devices()):
+def _say_why(choice: str, error: TransportUnusable) -> None:
+    """Log why a transport isn't used, once for each kind of reason."""
+    kind = str(error).partition(":")[0]
+    if error.is_expected or kind in _said:
         return
     _said.add(kind)
-    log.warning("transport=%r: copies and loads go over gloo, since %s", choice, why)
+    log.warning("transport=%r: copies and loads go over gloo, since %s", choice, error)
 
 
 _said = set[str]()
 
 
-# -- what a rank can do ----------------------------------------------------------------------------
+# -- gloo ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A rank's offer to its peer: whether it can and would use NIXL."""
+class GlooChannel:
+    """One rank's end of a channel."""
 
-    trouble: str  # why this rank can't use it, or wouldn't; "" where it would
-    devices: tuple[str, ...] = ()  # its cards that do RDMA and have a link
-    host: str = ""  # what processes have in common that can read each other's memory
-    takes_tcp: bool = False
-    only_rdma: bool = False
+    def __init__(self, pair: Pair, /) -> None:
+        """Connect, and return once the other rank has connected too.
 
-
-def own_offer(*, only_rdma: bool) -> Offer:
-    """Return what this process would do."""
-    devices = rdma_devices()
-    if only_rdma and not devices:
-        return Offer(trouble="this machine has no card that does RDMA, with a link")
-    if why := import_trouble():
-        return Offer(trouble=f"NIXL can't be imported ({why}); the extra `nixl` installs it")
-    return Offer(
-        trouble="",
-        devices=devices,
-        host=_host(),
-        takes_tcp=os.environ.get(_TCP_VARIABLE, "") == "1",
-        only_rdma=only_rdma,
-    )
-
-
-def rdma_devices(root: str = _INFINIBAND) -> tuple[str, ...]:
-    """Return the cards that do RDMA (InfiniBand, RoCE, EFA) and have a link."""
-    found = []
-    for state in sorted(Path(root).glob("*/ports/*/state")):
-        with suppress(OSError):
-            if "ACTIVE" in state.read_text():
-                found.append(state.parts[-4])
-    return tuple(dict.fromkeys(found))
-
-
-def _host() -> str:
-    """Return what is the same for two processes that see each other, and so may read each other."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    return secrets.token_hex(8)
-
-
-def _check(own: Offer, peer: Offer) -> None:
-    """Raise TransportUnusable where two ranks won't use NIXL; alike on both of them."""
-    if peer.trouble:
-        raise TransportUnusable(f"the peer says: {peer.trouble}")
-    if own.devices and peer.devices:
-        return
-    if own.only_rdma or peer.only_rdma:
-        raise TransportUnusable("not both ranks have a card that does RDMA, with a link")
-    if own.host == peer.host or (own.takes_tcp and peer.takes_tcp):
-        return
-    raise TransportUnusable(
-        "the two ranks have neither cards that do RDMA nor the same machine; over TCP, UCX aborts "
-        f"a process whose peer gives up on it ({_TCP_VARIABLE}=1 allows that all the same)"
-    )
-
-
-class _Offers:
-    """The offers of two ranks in the store."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._store, self._seconds = pair.store, pair.seconds
-        self._own, self._peer = ("sender", "receiver")[:: 1 if pair.is_sender else -1]
-        self._on_silence = pair.on_silence
-
-    def put(self, offer: Offer, address: tuple[str, int] | None, token: bytes) -> None:
-        """Put this rank's offer there, with where it listens."""
-        body = {
-            "trouble": offer.trouble,
-            "devices": offer.devices,
-            "host": offer.host,
-            "takes_tcp": offer.takes_tcp,
-            "only_rdma": offer.only_rdma,
-            "address": address,
-            "token": token.hex(),
-        }
-        TimedCalls(self._seconds).do(
-            lambda: self._store.set(f"transport/{self._own}", json.dumps(body))
+        Raises RuntimeError.
+        """
+        self._peer = 1 if pair.is_sender else 0
+        self._patience = _Patience(pair.seconds, pair.on_silence)
+        meeting = self._meeting = _Meeting(pair.store)
+        timeout = timedelta(seconds=pair.seconds)
+        # By itself it takes up to twice as long: for the addresses of the others, and for the
+        # others. Any: torch declares no methods for a gloo group that isn't registered.
+        self._group: Any = self._patience.spent_on(
+            lambda: TimedCalls(pair.seconds).do(
+                lambda: dist.ProcessGroupGloo(meeting, 1 - self._peer, 2, timeout)
+            )
         )
+        if os.environ.get(_LAZY_VARIABLE, "0") == "0":  # else gloo connects by the first message
+            meeting.end()
+        self._messages = WeakSet[_PendingMessage]()
 
-    def peers(self, deadline: float) -> tuple[Offer, tuple[str, int] | None, bytes]:
-        """Return the peer's offer, where it listens, and what it expects first."""
-        key, seconds = f"transport/{self._peer}", max(deadline - time.monotonic(), 0.001)
+    def send(self, data: Any) -> _PendingMessage:
+        """Begin to send the bytes of a buffer.
 
-        def got() -> bytes:
-            self._store.wait([key], timedelta(seconds=seconds))
-            return bytes(self._store.get(key))
+        `data`: a buffer, left alone until the message is sent.
+        """
+        return self._pending(self._open_group().send([_tensor(data)], self._peer, _TAG))
 
+    def receive(self, data: Any) -> _PendingMessage:
+        """Begin to receive bytes into a buffer."""
+        return self._pending(self._open_group().recv([_tensor(data)], self._peer, _TAG))
+
+    def registered(self, memory: Any) -> AbstractContextManager[None]:
+        """Do nothing: sockets take any memory."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Close the connection, and drop the messages that are still pending."""
+        # Each message keeps the connection open, and an error that is kept keeps the frames of the
+        # transfer that failed, which have messages.
+        for message in list(self._messages):
+            message.drop()
+        self._group = None
+
+    def _open_group(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("the channel is closed")
+        return self._group
+
+    def _pending(self, work: Any) -> _PendingMessage:
+        message = _PendingMessage(work, self._patience)
+        self._messages.add(message)
+        return message
+
+
+def _tensor(data: Any) -> torch.Tensor:
+    # frombuffer takes no empty buffer
+    return (
+        torch.frombuffer(data, dtype=torch.uint8)
+        if len(data)
+        else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+class _Meeting(dist.Store):
+    """A store that a group connects by, and doesn't keep.
+
+    A gloo group keeps its store for as long as it lives, and so a socket of this process and one of
+    the process that serves the store: for each end of each channel of the whole job.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store: dist.Store | None = store
+
+    def set(self, key: str, value: str) -> None:
+        self._open().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._open().get(key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._open().wait(list(keys))
+        else:
+            self._open().wait(list(keys), timeout)
+
+    def end(self) -> None:
+        """Let the store go."""
+        self._store = None
+
+    def _open(self) -> dist.Store:
+        if self._store is None:
+            raise RuntimeError("the two ranks have met already")
+        return self._store
+
+
+class _Patience:
+    """Tells a peer that was silent from one that is gone: a wait for it took the whole time-out."""
+
+    def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
+        self._seconds, self._on_silence = seconds, on_silence
+
+    def spent_on(self, wait: Callable[[], T]) -> T:
+        """Wait, and raise what that raises."""
+        started = time.monotonic()
         try:
-            body: Mapping[str, Any] = json.loads(TimedCalls(seconds + 1.0).do(got))
+            return wait()
         except Exception:
-            if time.monotonic() >= deadline - 0.1 * self._seconds:
+            if time.monotonic() - started >= _WHOLE * self._seconds:
                 self._on_silence()
             raise
-        offer = Offer(
-            trouble=str(body["trouble"]),
-            devices=tuple(body["devices"]),
-            host=str(body["host"]),
-            takes_tcp=bool(body["takes_tcp"]),
-            only_rdma=bool(body["only_rdma"]),
-        )
-        address = body["address"]
-        token = bytes.fromhex(body["token"])
-        return offer, (str(address[0]), int(address[1])) if address else None, token
 
 
-# -- whether it works ------------------------------------------------------------------------------
+class _PendingMessage:
+    """A message that is being sent or received."""
 
+    def __init__(self, work: Any, patience: _Patience) -> None:
+        self._work, self._patience = work, patience
 
-def _probe(channel: NixlChannel) -> None:
-    """Read a few bytes of the peer's memory, and have it read ours; both say how that went.
+    def wait(self) -> None:
+        if self._work is None:
+            raise RuntimeError("the channel is closed")
+        self._patience.spent_on(self._work.wait)
 
-    UCX may be able to connect and yet not be allowed to read: many containers forbid that.
-
-    Raises TransportUnusable.
-    """
-    sent, came, verdict = bytearray(b"\x5a" * PROBE_NBYTES), bytearray(PROBE_NBYTES), bytearray(1)
-    try:
-        message = channel.send(sent)
-        channel.receive(came).wait()
-        message.wait()
-        channel.send(_WORKS if came == sent else _FAILS).wait()
-        channel.receive(verdict).wait()
-    except RuntimeError as error:
-        raise TransportUnusable(f"a test of NIXL between the two ranks failed: {error}") from None
-    if came != sent or verdict != _WORKS:
-        raise TransportUnusable("a test of NIXL between the two ranks read other bytes than sent")
+    def drop(self) -> None:
+        """Give the message up."""
+        self._work = None

@@ -19,7 +19,6 @@ from dcp_mem.comm.agreement import described
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.transfer import CHUNK, IncomingChunk, OutgoingChunk, receive, send
 from dcp_mem.common import faults
-from dcp_mem.config import TransportChoice
 from dcp_mem.errors import RankFailed
 from dcp_mem.format.checksums import checksum
 from dcp_mem.loading.pending import PendingItems
@@ -42,7 +41,7 @@ class PeerTransfer:
         memory: MemorySource | None,
         pending: PendingItems,
         *,
-        transport: TransportChoice,
+        transport: str,
     ) -> None:
         """Prepare a transfer; nothing is sent yet.
 
@@ -186,7 +185,7 @@ def peer_transfer(
     memory: MemorySource | None,
     pending: PendingItems,
     *,
-    transport: TransportChoice,
+    transport: str,
 ) -> Iterator[PeerTransfer]:
     """Send and receive this rank's share in threads, which have ended when the context ends.
 

@@ -26,7 +26,6 @@ from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import in_parallel
 from dcp_mem.common.sendable import sendable
-from dcp_mem.config import TransportChoice
 from dcp_mem.errors import DcpMemError, MemoryUnavailable, RankFailed
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
@@ -71,7 +70,7 @@ class LoadGroup:
     # for each segment, the ranks whose nodes have it in memory
     holders: Mapping[int, Sequence[int]] = field(default_factory=dict)
     # what moves bytes that one rank alone needs of another node
-    transport: TransportChoice = "gloo"
+    transport: str = "gloo"
 
     def holding(self, file: str) -> Sequence[int]:
         """Return the ranks whose nodes have the segment in memory."""

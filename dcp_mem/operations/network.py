@@ -21,7 +21,6 @@ from dcp_mem.comm.addresses import addresses_of_interface, listening_socket
 from dcp_mem.comm.collectives import Message, Ranks
 from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.common.sendable import sendable
-from dcp_mem.config import TransportChoice
 from dcp_mem.errors import ConfigError
 from dcp_mem.operations.doctor import Check, Severity
 from dcp_mem.operations.measured_nodes import named, slow_among
@@ -53,7 +52,7 @@ class NodeNetwork:
 
 
 def measure_network(
-    transport: TransportChoice | None = None,
+    transport: str | None = None,
 ) -> tuple[Sequence[NodeNetwork], Sequence[NodeTransport]]:
     """Measure together with the other processes that a launcher has started.
 

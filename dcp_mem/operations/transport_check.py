@@ -1,4 +1,4 @@
-"""Measure what copies go by between a job's nodes, and judge whether NIXL works there.
+"""Measure what copies go by between a job's nodes, and judge whether it works there.
 
 In a ring: each node reads from the one before it while the next one reads from it.
 """
@@ -17,18 +17,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from dcp_mem.comm.addresses import rdma_devices
 from dcp_mem.comm.collectives import Channel, PendingMessage, Ranks
 from dcp_mem.comm.timed_store import own_connection
-from dcp_mem.comm.transports import (
-    GlooTransport,
-    NixlTransport,
-    Pair,
-    Transport,
-    TransportUnusable,
-    rdma_devices,
-)
+from dcp_mem.comm.transports import Pair, TransportUnusable, transport
 from dcp_mem.common.sendable import sendable
-from dcp_mem.config import TransportChoice, lines_of_channel
 from dcp_mem.format.checksums import checksum
 from dcp_mem.operations.doctor import Check, Severity
 from dcp_mem.operations.measured_nodes import named, slow_among
@@ -54,19 +47,16 @@ class NodeTransport:
     is_equal: bool = True  # whether the bytes that came are those that were sent
 
 
-def measure_transport(
-    ranks: Ranks, store: dist.Store, choice: TransportChoice
-) -> Sequence[NodeTransport]:
+def measure_transport(ranks: Ranks, store: dist.Store, choice: str) -> Sequence[NodeTransport]:
     """Measure together with the other ranks.
 
-    `choice`: "gloo" or "nixl"; "auto" is nixl where all neighbours have cards that do RDMA. Returns
-    what every rank found, by rank; on all of them. Raises RankFailed.
+    Returns what every rank found, by rank; on all of them. Raises ConfigError, RankFailed.
     """
     return ranks.exchange(_Ring(ranks, choice, store).measured())
 
 
 class _Ring:
-    def __init__(self, ranks: Ranks, choice: TransportChoice, store: dist.Store) -> None:
+    def __init__(self, ranks: Ranks, choice: str, store: dist.Store) -> None:
         self.ranks, self.choice, self.store = ranks, choice, store
         self._sent, self._came = bytearray(os.urandom(1 << 20) * 64), bytearray(64 << 20)
 
@@ -93,15 +83,10 @@ class _Ring:
 
     def _connected(self, sender: int, receiver: int, is_sender: bool) -> Channel | str:
         """Return this rank's end of a channel, or why there is none."""
-        transport: Transport = (
-            GlooTransport(lines_of_channel())
-            if self.choice == "gloo"
-            else NixlTransport(only_rdma=self.choice == "auto")
-        )
         own = own_connection(self.store, _TIMEOUT)
         place = dist.PrefixStore(f"dcp_mem/doctor/{sender}-{receiver}", own)
         try:
-            return transport.connect(Pair(store=place, is_sender=is_sender, seconds=_TIMEOUT))
+            return transport(self.choice)(Pair(store=place, is_sender=is_sender, seconds=_TIMEOUT))
         except TransportUnusable as error:
             return str(error)
 
@@ -153,14 +138,14 @@ class _Ring:
         )
 
 
-def judge_transport(nodes: Sequence[NodeTransport], choice: TransportChoice) -> Iterator[Check]:
+def judge_transport(nodes: Sequence[NodeTransport], choice: str) -> Iterator[Check]:
     """Yield a check for each thing that the nodes' figures tell."""
     yield _cards(nodes)
     if choice != "gloo":
         yield _locked_memory(nodes)
     troubles = [node for node in nodes if node.trouble]
     if troubles:
-        severity = Severity.FAIL if choice == "nixl" else Severity.WARN
+        severity = Severity.WARN if choice == "auto" else Severity.FAIL
         yield Check(
             "transport",
             severity,

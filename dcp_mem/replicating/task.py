@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
 from dcp_mem.common.values import Outcome
-from dcp_mem.config import TransportChoice
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.manifest import ItemTable, Manifest, items_of
@@ -36,7 +35,7 @@ class ReplicationTask:
     slots: Mapping[str, Slot | str]
     own_slot: Slot | None  # the slot of this rank's own segment, if this process has staged it
     timeout: float
-    transport: TransportChoice  # what moves the bytes
+    transport: str  # what moves the bytes
     # how segments of frozen items are shared with other nodes; None: they are copied
     sharing: Sharing | None = None
     store: object = None  # keeps the store served that the ranks connect through

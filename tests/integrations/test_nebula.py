@@ -23,9 +23,8 @@ from dcp_mem import (
     SegmentCorrupt,
     every_n_saves,
 )
-from dcp_mem.comm.transports import PROBE_NBYTES
 from dcp_mem.integrations.nebula import run
-from tests.support.channels import UsedChannel
+from tests.support.channels import PROBE_NBYTES, UsedChannel
 from tests.support.checkpoints.jobs import committed_in, wait_until
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.forks import forked, forked_ranks, raised_by

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import dcp_mem
-from dcp_mem.comm.channels import GlooChannel
-from dcp_mem.comm.nixl_channel import NixlChannel
+from dcp_mem.comm.transports import GlooChannel
+from dcp_mem.nixl.channel import NixlChannel
 from tests.support.channels import UsedChannel
 from tests.support.checkpoints.jobs import Job
 from tests.support.nodes.cluster import IS_ONE_MACHINE, Cluster, Node, job_on_nodes

@@ -24,12 +24,11 @@ from dcp_mem import (
 )
 from dcp_mem.comm.collectives import Message
 from dcp_mem.comm.job_ranks import JobRanks
-from dcp_mem.comm.transports import PROBE_NBYTES
 from dcp_mem.format import names
 from dcp_mem.loading.pending import PendingItems
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.job import JobMemory
-from tests.support.channels import UsedChannel
+from tests.support.channels import PROBE_NBYTES, UsedChannel
 from tests.support.processes.launch import run_ranks
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem.comm.job_ranks import JobRanks, run_token
-from dcp_mem.comm.timed_store import TimedStore, connected, own_connection
+from dcp_mem.comm.timed_store import TimedStore, own_connection
+from dcp_mem.comm.transports import GlooChannel, Pair
 from dcp_mem.errors import RankFailed
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forking
@@ -107,7 +108,7 @@ def test_connecting_through_a_silent_store_ends_in_time() -> None:
 
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"did not answer within \d s"):
-        connected(Silent(), 0, 2, 0.5)
+        GlooChannel(Pair(store=Silent(), is_sender=True, seconds=0.5))
     assert time.monotonic() - started < 15
 
 

@@ -11,7 +11,6 @@ from tests.support.private import private_directory, remove_abandoned
 _FOREIGN = ("AWS_", "AZURE_", "DCP_MEM_", "SLURM_", "TORCHELASTIC_")
 _KEPT_VARIABLES = {
     "DCP_MEM_AZURITE",
-    "DCP_MEM_LINES",
     "DCP_MEM_NIXL_TCP",
     "DCP_MEM_NO_NODES",
     "DCP_MEM_NO_RADOSGW",

@@ -19,15 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem.comm.collectives import Channel
-from dcp_mem.comm.transports import GlooTransport, NixlTransport, Pair, Transport
+from dcp_mem.comm.transports import Pair, transport
 from tests.support.processes.forks import forked
 
 Act = Callable[[Channel], Any]
-TRANSPORTS: Mapping[str, Callable[[], Transport]] = {
-    "gloo": GlooTransport,
-    "gloo, three lines": partial(GlooTransport, 3),
-    "nixl": NixlTransport,
-}
 SIZES = (0, 1, 100, 64 << 10, (64 << 10) + 1, (1 << 20) + 3, 16 << 20, (64 << 20) + 1)
 _LARGE = 4 << 20
 _LONG, _SHORT = 60.0, 4.0
@@ -49,7 +44,7 @@ class Ends:
         pair = Pair(
             store=store, is_sender=is_sender, seconds=self.seconds, on_silence=self._note_silence
         )
-        return TRANSPORTS[self.transport]().connect(pair)
+        return transport(self.transport)(pair)
 
     def _note_silence(self) -> None:
         self.silences += 1
@@ -362,7 +357,7 @@ def _sends_four(ends: Ends, *_: object) -> None:
 
 
 class TransportConformance:
-    """Tests of one transport, by its name in TRANSPORTS."""
+    """Tests of one transport, by its name as `transport=`."""
 
     name: ClassVar[str]
     env: ClassVar[Mapping[str, str]] = {}

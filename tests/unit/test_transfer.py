@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem.comm import ranks_of
-from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.transfer import (
     Amount,
@@ -24,6 +23,7 @@ from dcp_mem.comm.transfer import (
     refuse,
     send,
 )
+from dcp_mem.comm.transports import GlooChannel
 from dcp_mem.format.checksums import checksum
 from tests.support.processes.forks import forked_ranks, raised_by
 

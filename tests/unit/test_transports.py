@@ -9,36 +9,33 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
+from click.testing import CliRunner
 
-from dcp_mem.comm import nixl_agents, ranks_of, transports
-from dcp_mem.comm.addresses import listening_socket
+from dcp_mem.cli.main import main
+from dcp_mem.comm import ranks_of
+from dcp_mem.comm.addresses import listening_socket, rdma_devices
 from dcp_mem.comm.control_line import accepted, dialled
 from dcp_mem.comm.greetings import Door
-from dcp_mem.comm.lines import LinedChannel
 from dcp_mem.common.log import log
-from dcp_mem.config import lines_of_channel, settings
+from dcp_mem.config import settings
 from dcp_mem.errors import ConfigError
+from dcp_mem.nixl import agents, pairing
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.transports import Ends, Rank, TransportConformance, in_pair
 
 needs_nixl = pytest.mark.skipif(
-    bool(why := nixl_agents.import_trouble()), reason=f"NIXL can't be imported: {why}"
+    bool(why := agents.import_trouble()), reason=f"NIXL can't be imported: {why}"
 )
 
 
 class TestGloo(TransportConformance):
     name = "gloo"
-    child_may_close = False
-    tells_of_halves = False
-
-
-class TestGlooOfSeveralLines(TransportConformance):
-    name = "gloo, three lines"
     child_may_close = False
     tells_of_halves = False
 
@@ -87,11 +84,11 @@ def _nothing(_: pytest.MonkeyPatch, rank: int) -> None:
 
 def _second_has_no_nixl(patch: pytest.MonkeyPatch, rank: int) -> None:
     if rank == 1:
-        patch.setattr(transports, "import_trouble", lambda: "ModuleNotFoundError: nixl")
+        patch.setattr(pairing, "import_trouble", lambda: "ModuleNotFoundError: nixl")
 
 
 def _other_machines(patch: pytest.MonkeyPatch, rank: int) -> None:
-    patch.setattr(transports, "_host", lambda: f"machine {rank}")
+    patch.setattr(pairing, "_machine", lambda: f"machine {rank}")
 
 
 def _one_card() -> tuple[str, ...]:
@@ -100,12 +97,12 @@ def _one_card() -> tuple[str, ...]:
 
 def _first_has_a_card(patch: pytest.MonkeyPatch, rank: int) -> None:
     if rank == 0:
-        patch.setattr(transports, "rdma_devices", _one_card)
+        patch.setattr(pairing, "rdma_devices", _one_card)
 
 
 def _both_have_cards(patch: pytest.MonkeyPatch, rank: int) -> None:
     _other_machines(patch, rank)
-    patch.setattr(transports, "rdma_devices", _one_card)
+    patch.setattr(pairing, "rdma_devices", _one_card)
 
 
 def _second_may_not_read(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -113,7 +110,7 @@ def _second_may_not_read(patch: pytest.MonkeyPatch, rank: int) -> None:
         raise RuntimeError("process_vm_readv: Operation not permitted")
 
     if rank == 1:
-        patch.setattr(nixl_agents.Sink, "read", refused)
+        patch.setattr(agents.Sink, "read", refused)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +163,8 @@ def test_only_cards_with_a_link_count(tmp_path: Path) -> None:
         directory = tmp_path / card / "ports" / port
         directory.mkdir(parents=True)
         (directory / "state").write_text(state)
-    assert transports.rdma_devices(str(tmp_path)) == ("mlx5_0", "rdmap0s6")
-    assert transports.rdma_devices(str(tmp_path / "absent")) == ()
+    assert rdma_devices(str(tmp_path)) == ("mlx5_0", "rdmap0s6")
+    assert rdma_devices(str(tmp_path / "absent")) == ()
 
 
 def test_the_choice_comes_from_the_argument_or_the_environment(
@@ -183,43 +180,73 @@ def test_the_choice_comes_from_the_argument_or_the_environment(
             settings(None, job="job", transport=wrong)
 
 
-def _many_lines(patch: pytest.MonkeyPatch, rank: int) -> None:
-    patch.setenv("DCP_MEM_LINES", "4")
+# -- another package's transport ------------------------------------------------------------------
+
+FAST_WIRE = """
+from dcp_mem.comm.transports import GlooChannel, TransportUnusable
+
+class FastChannel(GlooChannel):
+    pass
+
+def unplugged(pair):
+    raise TransportUnusable("its cable is unplugged")
+"""
+FAST_WIRE_POINTS = """
+[dcp_mem.transports]
+fast = fast_wire:FastChannel
+unplugged = fast_wire:unplugged
+torn = fast_wire:nothing
+"""
 
 
-def test_channels_over_gloo_have_as_many_lines_as_the_environment_says() -> None:
-    _assert_taken("gloo", _many_lines, "LinedChannel", ["", ""])
+@pytest.fixture
+def fast_wire(tmp_path: Path) -> Path:
+    """Where a package is installed that has transports."""
+    metadata = tmp_path / "fast_wire-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fast_wire\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(FAST_WIRE_POINTS)
+    (tmp_path / "fast_wire.py").write_text(FAST_WIRE)
+    return tmp_path
 
 
-class _CountingLine:
-    """A line that notes what goes over it."""
-
-    def __init__(self) -> None:
-        self.nbytes: list[int] = []
-
-    def send(self, data: bytes) -> "_CountingLine":
-        self.nbytes.append(len(data))
-        return self
-
-    def wait(self) -> None:
-        return
+def _installed(site: Path, patch: pytest.MonkeyPatch, _: int) -> None:
+    patch.syspath_prepend(site)
 
 
-def test_lines_carry_as_many_bytes_each() -> None:
-    lines: list[Any] = [_CountingLine() for _ in range(3)]
-    channel = LinedChannel(lines)
-    for _ in range(300):  # a chunk and its checksum, as transfers send them
-        channel.send(bytes(1000))
-        channel.send(bytes(4))
-    totals = [sum(line.nbytes) for line in lines]
-    assert max(totals) - min(totals) <= 1000
+@pytest.mark.parametrize(
+    ("choice", "taken", "said"),
+    [("fast", "FastChannel", ""), ("unplugged", "GlooChannel", "its cable is unplugged")],
+)
+def test_a_transport_of_another_package_is_taken_or_both_ranks_say_why_not(
+    choice: str, taken: str, said: str, fast_wire: Path
+) -> None:
+    _assert_taken(choice, partial(_installed, fast_wire), taken, [said, said])
 
 
-@pytest.mark.parametrize("wrong", ["0", "17", "-1", "two", "1.5"])
-def test_lines_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    monkeypatch.setenv("DCP_MEM_LINES", wrong)
-    with pytest.raises(ConfigError, match=r"DCP_MEM_LINES=.*: give a whole number from 1 to 16"):
-        lines_of_channel()
+def _torn(site: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(site)
+        return str(raised_by(lambda: ranks_of(None, "torn").channel(0, 1, "", "torn")))
+
+
+def test_a_transport_that_cannot_be_imported_is_named_with_its_package(fast_wire: Path) -> None:
+    for error in forked_ranks(_torn, 2, fast_wire):
+        assert error.startswith("transport='torn' is fast_wire:nothing, which can't be imported: ")
+
+
+def test_names_of_other_packages_are_choices_beside_ours(
+    fast_wire: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError):
+        settings(None, job="job", transport="fast")
+    monkeypatch.syspath_prepend(fast_wire)
+    assert settings(None, job="job", transport="fast").transport == "fast"
+    choices = "choose 'auto', 'fast', 'gloo', 'nixl', 'torn' or 'unplugged'"
+    with pytest.raises(ConfigError, match=choices):
+        settings(None, job="job", transport="slow")
+    told = CliRunner().invoke(main, ["doctor", "--peers", "--transport", "slow"])
+    assert (told.exit_code, choices in told.output) == (2, True)
 
 
 # -- what only NIXL's channels do ------------------------------------------------------------------
@@ -274,7 +301,7 @@ def _does_not_reach_a_new_source(ends: Ends, *_: object) -> tuple[str, float, in
     channel = ends.connect(is_sender=True)
     hangs = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nixl_agents._api().nixl_agent, "add_remote_agent", lambda *_: hangs.wait())
+        patch.setattr(agents._api().nixl_agent, "add_remote_agent", lambda *_: hangs.wait())
         channel.send(bytearray(b"g")).wait()
         began = time.monotonic()
         error = raised_by(channel.receive(bytearray(300_000)).wait)

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from benchmarks.harness.processes import MeasurementFailed
 from benchmarks.harness.settings import MIB
 from benchmarks.harness.tables import Part, Row, Section, attempt
-from dcp_mem.comm.nixl_agents import import_trouble
-from dcp_mem.comm.transports import GlooTransport, NixlTransport, Pair
+from dcp_mem.comm.transports import Pair, transport
+from dcp_mem.nixl.agents import import_trouble
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -206,8 +206,7 @@ def _live(
 def _connected(way: str, pair: Pair) -> End:
     if way == "plain sockets":
         return _Sockets(pair)
-    transport = GlooTransport() if way == "gloo" else NixlTransport()
-    return transport.connect(pair)
+    return transport("gloo" if way == "gloo" else "nixl")(pair)
 
 
 def _meet(end: End, is_sender: bool) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from weakref import WeakSet
 
 from dcp_mem.comm.control_line import ControlLine, Frame
-from dcp_mem.comm.nixl_agents import Extent, PeerSilent, Read, Sink, Source, extent_of
+from dcp_mem.nixl.agents import Extent, PeerSilent, Read, Sink, Source, extent_of
 
 _INLINE, _OFFER, _TAKEN = 1, 2, 3
 _OFFER_HEAD = struct.Struct("<QQH")
