@@ -399,6 +399,7 @@ class SegmentCorrupt(DcpMemError):
     def __init__(self, checkpoint: str, rank: int, source: str, detail: str) -> None:
         super().__init__(checkpoint, rank, source, detail)
         self.checkpoint, self.rank, self.source, self.detail = checkpoint, rank, source, detail
+        self.may_pass = False  # whether they couldn't be read just now, and may be whole
 
     def __str__(self) -> str:
         return (

@@ -240,7 +240,8 @@ class MemoryStorageReader(StorageReader):
     ) -> dict[str, Any]:
         """Load by plans that each rank makes by itself, as `dcp_mem.load` says.
 
-        1. Make the state dict; all ranks hear of an error in the next step.
+        1. Make the state dict. What is wrong in the call, all ranks hear in the next step; what an
+           object's `state_dict` raises, as they plan: where nothing can be loaded, nothing is lost.
         2. Survey, elect, open.
         3. Plan; all ranks have a plan, or raise.
         4. Read, report, record.
@@ -254,7 +255,7 @@ class MemoryStorageReader(StorageReader):
             process_group,
             no_dist,
             weights_only=planner.weights_only,
-            refusal=state.error,
+            refusal=state.error if isinstance(state.error, ConfigError) else None,
         )
         with leaving_on_error(load.ranks), collector_paused():
             try:
@@ -262,7 +263,7 @@ class MemoryStorageReader(StorageReader):
                     load.ranks,
                     opened,
                     planner,
-                    state.value,
+                    lambda: state.value,
                     is_coordinator=self._is_coordinator,
                 )
             except BaseException:

@@ -135,7 +135,25 @@ def _show_items(screen: Screen, inside: Contents, most: int) -> None:
         ],
     )
     _heading(screen, "byte items", len(inside.items), most, sum(one.nbytes for one in inside.items))
-    screen.table(["NAME", ">SIZE"], [[one.name, size(one.nbytes)] for one in inside.items[:most]])
+    refused = [one for one in inside.items if one.refused]
+    screen.table(
+        ["NAME", ">SIZE", *(["LOADS"] if refused else [])],
+        [
+            [
+                one.name,
+                size(one.nbytes),
+                *([Text("refused" if one.refused else "", "red")] if refused else []),
+            ]
+            for one in inside.items[:most]
+        ],
+    )
+    if refused:
+        screen.line(
+            f"refused: unpickling could run code (of {refused[0].name}: "
+            f"{shown(refused[0].refused)}). If you trust whoever wrote the checkpoint, pass "
+            "weights_only=False to dcp_mem.load, or admit its classes by "
+            "torch.serialization.add_safe_globals."
+        )
 
 
 def _show_files(screen: Screen, inside: Contents, most: int) -> None:

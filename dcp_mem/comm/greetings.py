@@ -25,10 +25,9 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from dcp_mem.comm.addresses import is_out_of_files
-from dcp_mem.common.files import settled
+from dcp_mem.common.files import own_directory, settled
 from dcp_mem.common.log import log_once
 from dcp_mem.config import memory_root_path
 from dcp_mem.errors import DcpMemError
@@ -182,25 +181,20 @@ def _secret_with(host: str) -> bytes:
 
 
 def _secret_of_machine() -> bytes:
-    root = memory_root_path(None)
+    root, temporary = memory_root_path(None), os.path.realpath(tempfile.gettempdir())
     try:
         path = _made_in(root)
-    except OSError as error:
+    except (OSError, DcpMemError) as error:
         try:
-            path = _made_in(os.path.join(tempfile.gettempdir(), f"dcp_mem-{os.geteuid()}"))
-        except OSError:
+            path = _made_in(os.path.join(temporary, f"dcp_mem-{os.geteuid()}"))
+        except (OSError, DcpMemError):
             raise _unusable(root, str(error)) from None
     return _secret(path, os.O_NOFOLLOW)
 
 
 def _made_in(root: str) -> str:
     """Return the path of a secret in a private directory, both made where they are missing."""
-    with suppress(FileExistsError):
-        os.mkdir(root, 0o700)
-    facts = os.lstat(root)
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
-        raise PermissionError("it isn't a directory that you alone may write to")
-    return _made(os.path.join(root, ".secret"))
+    return _made(os.path.join(own_directory(root), ".secret"))
 
 
 def _made(path: str) -> str:

@@ -1,13 +1,15 @@
 """Says for whom a call waits, and finds ranks that can't meet because their roots differ.
 
-A rank that waits for a while notes in the store where it waits. So the others can tell a rank that
-isn't there from one that waits for somebody else itself, or under another root.
+A rank that waits for a while notes in the store where it waits, all its threads in one note. So
+the others can tell a rank that isn't there from one that waits for somebody else itself, or under
+another root.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +24,8 @@ _NOTE_SHARE = 1 / 6
 """Of the time until the first line, after which a rank notes that it waits."""
 _NOTE_SECONDS = 5.0
 """The longest that taking a note back may take: the store may be gone."""
+_noted: dict[str, list[tuple[str, ...]]] = {}  # by key, where threads of this process wait
+_noting = threading.Lock()
 
 
 class Waits:
@@ -60,14 +64,13 @@ class Waits:
             return
         with suppress(RuntimeError):  # the store is gone, or silent: the call ends by that
             if not self._is_noted:
-                self._store.set(self._key(self._rank), json.dumps((*self._purpose, self._call)))
-                self._is_noted = True
+                self._note()
             if now < self._next:
                 return
             self._next = now + waited  # the next line after twice the time
             where, call = self._where(rank)
             if where is not None and where != self._purpose and can_differ:
-                self._is_noted = False  # the note stays: the other rank has to read it too
+                self._take_back()  # the note stays: the other rank has to read it too
                 raise self._different(rank, where)
             if where != self._purpose or call != self._call:  # else it waits itself
                 self._say(self._members[rank], waited)
@@ -76,22 +79,41 @@ class Waits:
         """End the exchange, whether its ranks have all come or not."""
         self._is_first = False
         if self._is_noted:
-            self._is_noted = False
+            self._take_back()
             with suppress(RuntimeError):
-                self._store.set(self._key(self._rank), "null", _NOTE_SECONDS)
+                self._write(_NOTE_SECONDS)
+
+    def _note(self) -> None:
+        with _noting:
+            _noted.setdefault(self._key(self._rank), []).append((*self._purpose, self._call))
+        self._is_noted = True
+        self._write()
+
+    def _take_back(self) -> None:
+        with _noting:
+            _noted[self._key(self._rank)].remove((*self._purpose, self._call))
+        self._is_noted = False
+
+    def _write(self, seconds: float | None = None) -> None:
+        key = self._key(self._rank)
+        with _noting:  # the last one to write has what all have noted
+            self._store.set(key, json.dumps(_noted[key]), seconds)
 
     def _key(self, rank: int) -> str:
         return f"{self._board}/{rank}"
 
     def _where(self, rank: int) -> tuple[Purpose | None, str]:
-        """Return where a rank waits, and in which call; None where it doesn't."""
+        """Return where a rank waits, and in which call: here, if it does; None where nowhere."""
         if not self._store.check(self._key(rank)):
             return None, ""
         try:
-            *purpose, call = map(str, json.loads(self._store.get(self._key(rank))))
-            return Purpose(*purpose), call
+            notes = [tuple(map(str, one)) for one in json.loads(self._store.get(self._key(rank)))]
+            found = [(Purpose(*purpose), call) for *purpose, call in notes]
         except (ValueError, TypeError):
             return None, ""
+        here = self._purpose, self._call
+        found.sort(key=lambda one: (one != here, one[0] != self._purpose))
+        return found[0] if found else (None, "")
 
     def _say(self, rank: int, waited: float) -> None:
         if self._is_first:

@@ -11,7 +11,7 @@ import stat
 import uuid
 from mmap import mmap
 
-from dcp_mem.errors import MemoryBudgetExceeded
+from dcp_mem.errors import MemoryBudgetExceeded, MemoryRootRefused, MemoryUnavailable
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
@@ -86,7 +86,7 @@ def create(path: str, *, flags: int = 0) -> int:
     Raises MemoryBudgetExceeded.
     """
     try:
-        return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        return open_file(path, os.O_CREAT | os.O_RDWR | flags)
     except OSError as error:
         raise_if_full(error, path)
         raise
@@ -169,6 +169,48 @@ def settled(path: str, content: bytes) -> bytes:
     finally:
         remove(temporary)
     return read_bytes(path)
+
+
+def own_directory(path: str) -> str:
+    """Make a directory (0700) where it is missing; check that it is this user's alone.
+
+    `path`: its parent must exist. Raises MemoryRootRefused, MemoryUnavailable.
+    """
+    if not os.path.lexists(path):
+        _make_own(path)
+    facts = os.lstat(path)
+    if stat.S_ISLNK(facts.st_mode) or os.path.realpath(path) != path:
+        raise MemoryRootRefused(
+            path, f"a symlink leads there (it is really {os.path.realpath(path)})"
+        )
+    if not stat.S_ISDIR(facts.st_mode):
+        raise MemoryRootRefused(path, "it is not a directory")
+    if facts.st_uid != os.geteuid():
+        raise MemoryRootRefused(
+            path, f"it belongs to uid {facts.st_uid}, not to you (uid {os.geteuid()})"
+        )
+    if facts.st_mode & 0o022:
+        raise MemoryRootRefused(
+            path, f"others may write to it (mode {stat.S_IMODE(facts.st_mode):04o})"
+        )
+    return path
+
+
+def _make_own(path: str) -> None:
+    parent = os.path.dirname(path)
+    if not os.path.isdir(parent):
+        raise MemoryUnavailable(path, f"{parent} does not exist")
+    if os.path.realpath(parent) != parent:
+        raise MemoryRootRefused(
+            path, f"a symlink leads there (it is really {os.path.realpath(path)})"
+        )
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise_if_full(error, path)
+        raise MemoryUnavailable(path, os.strerror(error.errno or 0)) from None
 
 
 def remove(path: str) -> None:

@@ -272,7 +272,7 @@ class Follower:
         try:
             report = self._reader.load_held(self._state_dict, self._weights_only, self._skip)
         except NoRecoverableCheckpoint:
-            self._damaged.update(map(identity, load.opened))
+            self._damaged.update(map(identity, load.damaged))
             self._say_passed_over(load.reasons[known:])
             return None
         except Exception as error:
@@ -280,8 +280,8 @@ class Follower:
                 raise
             log.warning("%s is not loaded: %s; trying again", load.tried[-1].name, error)
             return None
-        # What couldn't be opened may be sound: storage may not have answered.
-        self._damaged.update(map(identity, load.opened[:-1]))
+        # What couldn't be opened, or read just now, may be sound.
+        self._damaged.update(map(identity, load.damaged))
         return self._described(load, report)
 
     def _described(

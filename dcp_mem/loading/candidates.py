@@ -45,7 +45,6 @@ def open_next(load: LoadAttempt) -> OpenCheckpoint:
             log.warning("%s can't be opened (%s)", candidate.name, error)
             load.note(candidate, str(error))
             continue
-        load.opened.append(candidate)
         for reason in load.reasons:
             log.info("passed over %s", reason)
         _note_contradiction(load)

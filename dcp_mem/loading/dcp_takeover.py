@@ -167,7 +167,9 @@ class _StandIn(LoadPlanner):
         if self.ranks is None:
             return plan_alone(opened, self.own, state, is_coordinator)
         with leaving_on_error(self.ranks):
-            return plan_together(self.ranks, opened, self.own, state, is_coordinator=is_coordinator)
+            return plan_together(
+                self.ranks, opened, self.own, lambda: state, is_coordinator=is_coordinator
+            )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan

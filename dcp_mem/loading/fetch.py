@@ -87,10 +87,10 @@ class Fetcher:
             return
         blocks, offsets = table.blocks, list(accumulate(map(len, buffers), initial=start))
         first, last = np.searchsorted(blocks.offsets, [start, offsets[-1]]).tolist()
-        for number in range(first, last):
-            low = int(blocks.offsets[number])
-            high = low + int(blocks.lengths[number])
-            found, saved = _crc(buffers, offsets, low, high), table.crcs[number]
+        lows, lengths = blocks.offsets[first:last].tolist(), blocks.lengths[first:last].tolist()
+        for low, nbytes, saved in zip(lows, lengths, table.crcs[first:last], strict=True):
+            high = low + nbytes
+            found = _crc(buffers, offsets, low, high)
             if found != saved:
                 sums = f"CRC32C {found:08x} where {saved:08x} was saved"
                 raise self._corrupt(file, low, high, sums)
@@ -139,12 +139,13 @@ def _fetch_piece(
     """
     start, stop = piece
     taken = [(item, *of) for of in wanted for item in pending.within(file, *of)]
-    item = taken[0][0] if len(taken) == 1 else None
-    if item is not None and item.is_direct and list(wanted) == [piece]:
-        fetcher.fetch(file, start, item.buffers_for(start, stop))
+    place = pending.only_place(file, start, stop) if list(wanted) == [piece] else None
+    if place is not None:
+        fetcher.fetch(file, start, place.buffers(start, stop))
     else:
         buffer = np.empty(stop - start, np.uint8)
         fetcher.fetch(file, start, [buffer.data])
+        pending.take_payloads(file, start, stop, buffer.ctypes.data)
         address = buffer.ctypes.data - start
         moves = [item.moves(low, high, address + low) for item, low, high in taken]
         copy_here([move for of_item in moves for move in of_item])

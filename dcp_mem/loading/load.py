@@ -63,6 +63,7 @@ def load_opened(
             if not outcome.failures:
                 break
             load.note(opened.choice, outcome.failures[0][1])
+            load.note_unread(opened.choice, may_pass=outcome.may_pass)
             _raise_if_final(load, opened, planner, result)
             opened.close()
             unread = opened
@@ -154,6 +155,7 @@ def _read_together(
         used=read.value if read.error is None else Counter(),
         recorder=(load.memory is None, rank),
         left_out=left_out.value if left_out.error is None else b"",
+        may_pass=isinstance(read.error, SegmentCorrupt) and read.error.may_pass,
     )
     joined = load.ranks.all_reduce(own, _Outcome.join)
     if not load.is_collective:  # each rank has read a checkpoint of its own
@@ -178,6 +180,7 @@ class _Outcome:
     # lowest of those that have, else the lowest of all
     recorder: tuple[bool, int]
     left_out: bytes  # a bit for each entry below a loaded one that none of these ranks loads
+    may_pass: bool  # whether some rank couldn't read just now what may be whole
 
     @property
     def is_damage(self) -> bool:
@@ -205,6 +208,7 @@ class _Outcome:
             used=self.used + other.used,
             recorder=min(self.recorder, other.recorder),
             left_out=bytes(map(operator.and_, self.left_out, other.left_out)),
+            may_pass=self.may_pass or other.may_pass,
         )
 
 

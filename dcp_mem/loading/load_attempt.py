@@ -26,8 +26,8 @@ class LoadAttempt:
     for now. `memory`: what this node's memory has of the job. A rebuild gives one to a node
     without. `storage_survey`: asks storage, and remembers whether it is silent. `reasons`: why
     candidates were passed over. `tried`: the candidates so far, in the order in which they were
-    tried. `opened`: those of them that could be opened. `all_plan_themselves`: whether all ranks
-    plan without DCP's planner.
+    tried. `damaged`: those of them that were opened, and turned out to be damaged for good.
+    `all_plan_themselves`: whether all ranks plan without DCP's planner.
     """
 
     def __init__(self, request: LoadRequest, storage_survey: StorageSurvey | None = None) -> None:
@@ -37,7 +37,7 @@ class LoadAttempt:
         self.storage_survey = storage_survey or StorageSurvey(request.places.storage)
         self.reasons: list[str] = []
         self.tried: list[ElectedCheckpoint] = []
-        self.opened: list[ElectedCheckpoint] = []
+        self.damaged: list[ElectedCheckpoint] = []
         self.all_plan_themselves = False
         self._candidates: tuple[ElectedCheckpoint, ...] = ()
         self._tried = 0
@@ -98,6 +98,11 @@ class LoadAttempt:
     def note(self, choice: ElectedCheckpoint, why: str) -> None:
         """Remember what speaks against a candidate, or one of its sources."""
         self.reasons.append(f"{choice.name}: {why}")
+
+    def note_unread(self, choice: ElectedCheckpoint, *, may_pass: bool) -> None:
+        """Remember that an opened candidate can't be read, now or for good."""
+        others = [one for one in self.damaged if _identity(one) != _identity(choice)]
+        self.damaged = others if may_pass else [*others, choice]
 
     # -- this node's memory ------------------------------------------------------------------------
 

@@ -6,10 +6,11 @@ import io
 import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain
 from pickle import UnpicklingError
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,12 @@ from dcp_mem.errors import DcpMemError, SegmentCorrupt, SizeRefused, UntrustedOb
 from dcp_mem.format.checksums import BLOCK
 from dcp_mem.format.saved_streams import is_whole, read_stream, why_refused
 from dcp_mem.format.sizes import refuse_packed_stream
-from dcp_mem.loading.payloads import TableIndex, hull, strides
-from dcp_mem.memory.copying import Move, copy
-from dcp_mem.memory.views import view_of
+from dcp_mem.loading.payloads import PendingPayloads, Place, TableIndex, hull, strides
+from dcp_mem.memory.copying import Move, copy, copy_many, copy_many_here
 from dcp_mem.planning.plain_tensors import NO_MEMORY, PLAIN, is_plain, lacks_memory
 from dcp_mem.planning.reads import ItemRead
 from dcp_mem.planning.wrapper_tensors import class_name, copy_values, detached, naming
 
-_MOST_NAMES = 8
 _MOST_UNPACKED_BYTES, _MOST_RATIO = 64 << 20, 100
 """Limit for an unpacked item of torch's stream extensions that doesn't record its size: this many
 bytes or, if more, this many times its packed size."""
@@ -77,10 +76,6 @@ class PendingItem:
 
     def _resolve_directly(self, dtype: torch.dtype, low: int, high: int) -> None:
         """Take the tensor itself as target, if its values lie in it as they do in the segment."""
-        if self.item.address is not None:
-            self.is_direct, self._address = True, self.item.address
-            self._low, self._high = low, high
-            return
         request = self.item.request
         if high - low != math.prod(request.lengths) * dtype.itemsize:
             return
@@ -105,23 +100,14 @@ class PendingItem:
         """Whether nothing has to be read for it."""
         return self.start == self.stop
 
-    def place_for(self, start: int, stop: int) -> memoryview | None:
-        """Return the tensor's memory for bytes [start, stop) of the segment, if all go there."""
-        if not self.is_direct or start < self._low or self._high < stop:
-            return None
-        return view_of(self._address + start - self._low, stop - start)
+    @property
+    def place(self) -> Place | None:
+        """Where in the tensor its bytes go directly, if they do."""
+        return Place(self._low, self._high, self._address) if self.is_direct else None
 
     def direct_move(self) -> Move:
         """Return what to read from the segment into the tensor."""
         return self._address, self._low, self._high - self._low
-
-    def buffers_for(self, start: int, stop: int) -> list[memoryview]:
-        """Return memory for bytes [start, stop) of the segment: scratch, tensor, scratch."""
-        low, high = min(max(start, self._low), stop), max(min(stop, self._high), start)
-        if low >= high:
-            return [memoryview(bytearray(stop - start))]
-        middle = view_of(self._address + low - self._low, high - low)
-        return [memoryview(bytearray(low - start)), middle, memoryview(bytearray(stop - high))]
 
     def moves(self, start: int, stop: int, address: int) -> list[Move]:
         """Return what to copy for this item.
@@ -155,8 +141,6 @@ class PendingItem:
 
         Raises SegmentCorrupt, UntrustedObject, Exception.
         """
-        if self.is_direct and self._target is None:
-            return  # the bytes are where the plan wants them
         with _delivering:
             self._deliver()
 
@@ -253,9 +237,14 @@ class PendingItem:
 
 
 class PendingItems:
-    """All items for which one rank waits, by segment. Each needs some bytes."""
+    """All that one rank waits for, by segment: items and payloads. Each needs some bytes."""
 
-    def __init__(self, items: Sequence[PendingItem]) -> None:
+    def __init__(
+        self,
+        items: Sequence[PendingItem],
+        payloads: Mapping[str, PendingPayloads] = MappingProxyType({}),
+    ) -> None:
+        self._payloads = payloads
         self._by_file: dict[str, list[PendingItem]] = {}
         for pending in items:
             self._by_file.setdefault(pending.item.file, []).append(pending)
@@ -272,14 +261,17 @@ class PendingItems:
     @property
     def nbytes(self) -> int:
         """Bytes that are needed; those that several items need count for each."""
-        return sum(pending.stop - pending.start for pending in self._all())
+        return sum(stop - start for of_file in self.extents().values() for start, stop in of_file)
 
     def extents(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the bytes of each segment that are needed, in order; they may overlap."""
-        return {
-            file: [(pending.start, pending.stop) for pending in of_file]
-            for file, of_file in self._by_file.items()
+        """Return the bytes of each segment that are needed, in any order; they may overlap."""
+        found = {
+            file: list(zip(of_file.starts.tolist(), of_file.stops.tolist(), strict=True))
+            for file, of_file in self._payloads.items()
         }
+        for file, items in self._by_file.items():
+            found.setdefault(file, []).extend((one.start, one.stop) for one in items)
+        return found
 
     def by_file(self) -> Iterable[tuple[str, list[PendingItem]]]:
         """Return all items, segment by segment."""
@@ -291,8 +283,15 @@ class PendingItems:
 
     def place_for(self, file: str, start: int, stop: int) -> memoryview | None:
         """Return the tensor memory into which bytes may be received directly, if there is such."""
-        items = self.within(file, start, stop)
-        return items[0].place_for(start, stop) if len(items) == 1 else None
+        place = self.only_place(file, start, stop)
+        return None if place is None else place.view(start, stop)
+
+    def only_place(self, file: str, start: int, stop: int) -> Place | None:
+        """Return where bytes go directly, if one tensor alone takes any of them."""
+        places = [item.place for item in self.within(file, start, stop)]
+        if file in self._payloads:
+            places += self._payloads[file].places(start, stop)
+        return places[0] if len(places) == 1 else None
 
     def take(self, file: str, start: int, stop: int, address: int) -> None:
         """Copy bytes of a segment to the items that need them, and deliver complete items.
@@ -301,18 +300,20 @@ class PendingItems:
         """
         items = self.within(file, start, stop)
         copy([move for pending in items for move in pending.moves(start, stop, address)])
+        if file in self._payloads:
+            copy_many(*self._payloads[file].moves(start, stop, address))
         self.mark_received(file, start, stop)
+
+    def take_payloads(self, file: str, start: int, stop: int, address: int) -> None:
+        """Copy bytes of a segment to the payloads that need them, in this thread."""
+        if file in self._payloads:
+            copy_many_here(*self._payloads[file].moves(start, stop, address))
 
     def mark_received(self, file: str, start: int, stop: int) -> None:
         """Count bytes that are where they belong as received, and deliver complete items."""
         for pending in self.within(file, start, stop):
             if pending.note(start, stop):
                 pending.deliver()
-
-    def names(self, file: str, start: int, stop: int) -> str:
-        """Return the names of the first few items that need some of these bytes, for people."""
-        items = self.within(file, start, stop)[:_MOST_NAMES]
-        return ", ".join(pending.item.request.storage_index.fqn for pending in items)
 
     def within(self, file: str, start: int, stop: int) -> list[PendingItem]:
         """Return the items that need some of the bytes [start, stop) of a segment."""

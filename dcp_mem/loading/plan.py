@@ -24,18 +24,18 @@ def plan_together(
     ranks: Ranks,
     opened: OpenCheckpoint,
     planner: DefaultLoadPlanner,
-    state: dict[str, Any],
+    state: Callable[[], dict[str, Any]],
     *,
     is_coordinator: bool,
 ) -> LoadPlan | Reads:
     """Return this rank's plan, once every rank has one; one all-reduce.
 
-    Raises Exception, RankFailed.
+    `state`: returns what to load into, or raises why there is none. Raises Exception, RankFailed.
     """
     return on_all_ranks(
         ranks,
         f"planning the load of {opened.choice.name}",
-        lambda: plan_alone(opened, planner, state, is_coordinator),
+        lambda: plan_alone(opened, planner, state(), is_coordinator),
     )
 
 

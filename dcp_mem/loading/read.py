@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.log import log
 from dcp_mem.common.sharded_tensor import ShardedTensor
-from dcp_mem.errors import SegmentCorrupt, UntrustedMetadata
+from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, UntrustedMetadata
 from dcp_mem.format import names
 from dcp_mem.format.metadata_by_entry import numel_of
 from dcp_mem.format.sizes import refuse_beyond_file
 from dcp_mem.loading.device_reads import read_payloads
 from dcp_mem.loading.fetch import Fetcher, fetch_all
 from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.loading.payloads import PendingPayloads
 from dcp_mem.loading.pending import PendingItem, PendingItems
 from dcp_mem.loading.shared_fetch import LoadGroup, fetch_together
 from dcp_mem.loading.sources.base import SOURCE_ERRORS, Source
@@ -34,6 +35,8 @@ from dcp_mem.loading.sources.remote import PEERS, RemoteSource
 from dcp_mem.memory.device_copies import current_stream, on_stream_of
 from dcp_mem.planning.plain_tensors import HOST, PLAIN
 from dcp_mem.planning.reads import DirectRead, ItemRead, Reads, Saved
+
+_MOST_NAMES = 8
 
 
 def read_items(
@@ -70,7 +73,7 @@ def read_items(
         return _read_from_storage(reading, group)
     nearest = opened.sources[0]
     if isinstance(plan, LoadPlan) or not isinstance(nearest, MemorySource):
-        return _read_by_file(reading, reading.items())
+        return _read_by_file(reading)
     return _read_from_own_memory(reading, plan, nearest)
 
 
@@ -90,12 +93,42 @@ class _Reading:
         log.warning("%s; going on with %s", error, further.label)
         self.troubles.append(str(error))
 
-    def items(self) -> Sequence[ItemRead]:
-        """Return all items of the plan, one by one."""
+    def by_file(self) -> dict[str, _OfFile]:
+        """Return all that is read, segment by segment."""
         if isinstance(self.plan, Reads):
-            return self.plan.everything()
+            return _by_file(self.plan.items_beside_host(), self.plan.direct_reads(on_host=True))
         _refuse_gaps(self.opened, self.plan, self.planner)
-        return list(_items_of(self.opened, self.plan))
+        return _by_file(_items_of(self.opened, self.plan))
+
+    def names(self, file: str, start: int, stop: int) -> str:
+        """Return the names of the first few items that lie in these bytes, for people."""
+        items = (
+            self.plan.everything()
+            if isinstance(self.plan, Reads)
+            else _items_of(self.opened, self.plan)
+        )
+        named = [
+            one for one in items if one.file == file and one.offset < stop and start < one.stop
+        ]
+        named.sort(key=lambda one: one.offset)
+        return ", ".join(one.request.storage_index.fqn for one in named[:_MOST_NAMES])
+
+
+@dataclass(slots=True)
+class _OfFile:
+    """What is read of one segment: items, and payloads that go straight into tensors."""
+
+    items: list[ItemRead] = field(default_factory=list)
+    payloads: DirectRead | None = None
+
+
+def _by_file(
+    items: Iterable[ItemRead], payloads: Iterable[tuple[str, DirectRead]] = ()
+) -> dict[str, _OfFile]:
+    found = {file: _OfFile(payloads=of_file) for file, of_file in payloads}
+    for item in items:
+        found.setdefault(item.file, _OfFile()).items.append(item)
+    return found
 
 
 # -- from this node's memory alone -----------------------------------------------------------------
@@ -107,12 +140,12 @@ def _read_from_own_memory(reading: _Reading, plan: Reads, memory: MemorySource) 
     try:
         nbytes = _read_columns(memory, reading, plan)
         # Not from another source: damage that shows here is damage of what was read above, too.
-        return Counter({memory.label: nbytes + _read_from(memory, reading, plan.rest())})
+        return Counter({memory.label: nbytes + _read_from(memory, reading, _by_file(plan.rest()))})
     except SOURCE_ERRORS as error:
         if len(sources) == 1:
             raise
         reading.go_on(error, sources[1])
-        return _read_by_file(reading, plan.everything())
+        return _read_by_file(reading)
 
 
 def _note_writes(reading: _Reading, plan: Reads) -> None:
@@ -146,26 +179,19 @@ def _read_columns(
     return nbytes
 
 
-def _read_by_file(reading: _Reading, items: Iterable[ItemRead]) -> Counter[str]:
+def _read_by_file(reading: _Reading) -> Counter[str]:
     """Read each segment from the nearest source that has what is needed of it whole."""
     sources, used = reading.opened.sources, Counter[str]()
-    for of_file in _by_file(items).values():
+    for file, of_file in reading.by_file().items():
         for source, further in zip(sources, [*sources[1:], None], strict=True):
             try:
-                used[source.label] += _read_from(source, reading, of_file)
+                used[source.label] += _read_from(source, reading, {file: of_file})
                 break
             except SOURCE_ERRORS as error:
                 if further is None:
                     raise
                 reading.go_on(error, further)
     return used
-
-
-def _by_file(items: Iterable[ItemRead]) -> dict[str, list[ItemRead]]:
-    files: dict[str, list[ItemRead]] = {}
-    for item in items:
-        files.setdefault(item.file, []).append(item)
-    return files
 
 
 # -- together with other ranks ---------------------------------------------------------------------
@@ -177,7 +203,7 @@ def _read_from_storage(reading: _Reading, group: LoadGroup) -> Counter[str]:
     used = Counter({stored.label: 0})
 
     def prepare() -> tuple[Fetcher, PendingItems]:
-        fetcher, pending = _prepared(stored, reading, reading.items(), verify=reading.verify)
+        fetcher, pending = _prepared(stored, reading, reading.by_file(), verify=reading.verify)
         used[stored.label] += pending.nbytes
         return fetcher, pending
 
@@ -203,10 +229,10 @@ def _read_from_all_nodes(reading: _Reading, group: LoadGroup) -> Counter[str]:
 
     def prepare() -> tuple[Fetcher, PendingItems]:
         _raise_if_left(opened, memory, group.ranks.rank)
-        items = _items_not_in(memory, reading)
-        used.update({label_of(item.file): 0 for item in items})
+        by_file = _not_in(memory, reading)
+        used.update(dict.fromkeys(map(label_of, by_file), 0))
         source = RemoteSource(opened.description, stored, opened.is_in_memory)
-        fetcher, pending = _prepared(source, reading, items, verify=reading.verify)
+        fetcher, pending = _prepared(source, reading, by_file, verify=reading.verify)
         for file, extents in pending.extents().items():
             used[label_of(file)] += sum(stop - start for start, stop in extents)
         return fetcher, pending
@@ -237,17 +263,17 @@ def _raise_if_left(opened: OpenCheckpoint, memory: MemorySource | None, rank: in
             raise SegmentCorrupt(opened.choice.name, number, MemorySource.label, detail)
 
 
-def _items_not_in(memory: MemorySource | None, reading: _Reading) -> Sequence[ItemRead]:
-    """Return the items that don't lie in this node's memory."""
+def _not_in(memory: MemorySource | None, reading: _Reading) -> dict[str, _OfFile]:
+    """Return what doesn't lie in this node's memory."""
     if memory is None:
-        return reading.items()
+        return reading.by_file()
     if isinstance(reading.plan, Reads):
-        # Thousands of items are looked at one by one only where some of them don't lie here.
+        # Thousands of items for devices are made only where some segments don't lie here.
         files = {file for file, _ in reading.plan.direct_reads()}
         files |= {item.file for item in reading.plan.rest()}
         if all(map(memory.has, files)):
-            return ()
-    return [item for item in reading.items() if not memory.has(item.file)]
+            return {}
+    return {file: found for file, found in reading.by_file().items() if not memory.has(file)}
 
 
 def _read_local(memory: MemorySource, reading: _Reading) -> int:
@@ -255,36 +281,45 @@ def _read_local(memory: MemorySource, reading: _Reading) -> int:
     plan, nbytes = reading.plan, 0
     if isinstance(plan, Reads):
         nbytes = _read_columns(memory, reading, plan, memory.has)
-    rest = plan.rest() if isinstance(plan, Reads) else reading.items()
-    return nbytes + _read_from(memory, reading, [item for item in rest if memory.has(item.file)])
+    rest = _by_file(plan.rest()) if isinstance(plan, Reads) else reading.by_file()
+    here = {file: of_file for file, of_file in rest.items() if memory.has(file)}
+    return nbytes + _read_from(memory, reading, here)
 
 
 # -- from one source -------------------------------------------------------------------------------
 
 
-def _read_from(source: Source, reading: _Reading, items: Sequence[ItemRead]) -> int:
-    """Read these items from one source; return their bytes."""
+def _read_from(source: Source, reading: _Reading, by_file: Mapping[str, _OfFile]) -> int:
+    """Read this from one source; return its bytes."""
     if isinstance(source, MemorySource):
-        return _read_from_memory(source, reading, items)
-    fetcher, pending = _prepared(source, reading, items, verify=reading.verify)
+        return _read_from_memory(source, reading, by_file)
+    fetcher, pending = _prepared(source, reading, by_file, verify=reading.verify)
     fetch_all(fetcher, pending, pending.extents())
     return pending.nbytes
 
 
-def _read_from_memory(memory: MemorySource, reading: _Reading, items: Sequence[ItemRead]) -> int:
-    """Read items straight into their tensors where that will do, the others through buffers."""
-    fetcher, pending = _prepared(memory, reading, items, verify=False)
+def _read_from_memory(
+    memory: MemorySource, reading: _Reading, by_file: Mapping[str, _OfFile]
+) -> int:
+    """Read straight into tensors where that will do, the rest through buffers."""
+    nbytes = 0
+    for file, of_file in by_file.items():
+        if of_file.payloads is not None:
+            memory.read_many(file, of_file.payloads, verify=reading.verify)
+            nbytes += int(of_file.payloads.nbytes.sum())
+    rest = {file: _OfFile(of_file.items) for file, of_file in by_file.items()}
+    fetcher, pending = _prepared(memory, reading, rest, verify=False)
     buffered: dict[str, list[tuple[int, int]]] = {}
-    for file, of_file in pending.by_file():
-        direct = [item for item in of_file if item.is_direct]
+    for file, waiting in pending.by_file():
+        direct = [item for item in waiting if item.is_direct]
         memory.read_many(file, _columns(direct), verify=reading.verify)
         for item in direct:
             item.deliver()
-        buffered[file] = [(item.start, item.stop) for item in of_file if not item.is_direct]
+        buffered[file] = [(item.start, item.stop) for item in waiting if not item.is_direct]
         if reading.verify:
             memory.verify(file, buffered[file])
     fetch_all(fetcher, pending.without_direct(), buffered)
-    return pending.nbytes
+    return nbytes + pending.nbytes
 
 
 def _columns(direct: Sequence[PendingItem]) -> DirectRead:
@@ -301,30 +336,36 @@ def _columns(direct: Sequence[PendingItem]) -> DirectRead:
 
 
 def _prepared(
-    source: Source, reading: _Reading, items: Sequence[ItemRead], *, verify: bool
+    source: Source, reading: _Reading, by_file: Mapping[str, _OfFile], *, verify: bool
 ) -> tuple[Fetcher, PendingItems]:
-    """Return what fetches items from a source, and the items that wait for bytes."""
-    files = {item.file for item in items}
+    """Return what fetches from a source, and what waits for bytes."""
     name = reading.opened.choice.name
-    fetcher = Fetcher(source, name, files, verify=verify)
-    item_of = {
-        file: partial(
-            PendingItem,
-            planner=reading.planner,
-            index=fetcher.table(file),
-            by_blocks=fetcher.checks(file),
-            weights_only=reading.weights_only,
-            corrupt=partial(SegmentCorrupt, name, names.rank_of(file), source.label),
-        )
-        for file in files
-    }
-    pending = [item_of[item.file](item) for item in items]
-    for item in pending:
-        if item.is_empty:
-            item.deliver()
-    waiting = PendingItems([item for item in pending if not item.is_empty])
-    fetcher.names_of = waiting.names
-    return fetcher, waiting
+    fetcher = Fetcher(source, name, by_file.keys(), verify=verify)
+    fetcher.names_of = reading.names
+    pending, payloads = list[PendingItem](), dict[str, PendingPayloads]()
+    for file, of_file in by_file.items():
+        index, by_blocks = fetcher.table(file), fetcher.checks(file)
+        corrupt = partial(SegmentCorrupt, name, names.rank_of(file), source.label)
+        if of_file.payloads is not None and index is not None:
+            try:
+                found = PendingPayloads(of_file.payloads, index, by_blocks=by_blocks)
+            except ManifestInvalid as error:
+                raise corrupt(f"{file}: {error}") from None
+            payloads[file] = found
+        pending += [
+            PendingItem(
+                item,
+                reading.planner,
+                index,
+                by_blocks=by_blocks,
+                weights_only=reading.weights_only,
+                corrupt=corrupt,
+            )
+            for item in of_file.items
+        ]
+    for empty in [one for one in pending if one.is_empty]:
+        empty.deliver()
+    return fetcher, PendingItems([one for one in pending if not one.is_empty], payloads)
 
 
 # -- what torch's plans say ------------------------------------------------------------------------

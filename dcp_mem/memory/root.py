@@ -6,7 +6,7 @@ import os
 import stat
 import uuid
 
-from dcp_mem.common.files import raise_if_full, read_bytes, settled
+from dcp_mem.common.files import own_directory, raise_if_full, read_bytes, settled
 from dcp_mem.common.log import log
 from dcp_mem.errors import MemoryRootRefused, MemoryUnavailable
 
@@ -14,27 +14,11 @@ _NODE = ".node"
 
 
 def open_root(path: str) -> str:
-    """Make the memory root (0700) where it is missing; check that it is this user's alone.
+    """Make the memory root where it is missing; check that it is this user's alone, and writable.
 
     `path`: its parent must exist. Raises MemoryRootRefused, MemoryUnavailable.
     """
-    if not os.path.lexists(path):
-        _make(path)
-    facts = os.lstat(path)
-    if stat.S_ISLNK(facts.st_mode) or os.path.realpath(path) != path:
-        raise MemoryRootRefused(
-            path, f"a symlink leads there (it is really {os.path.realpath(path)})"
-        )
-    if not stat.S_ISDIR(facts.st_mode):
-        raise MemoryRootRefused(path, "it is not a directory")
-    if facts.st_uid != os.geteuid():
-        raise MemoryRootRefused(
-            path, f"it belongs to uid {facts.st_uid}, not to you (uid {os.geteuid()})"
-        )
-    if facts.st_mode & 0o022:
-        raise MemoryRootRefused(
-            path, f"others may write to it (mode {stat.S_IMODE(facts.st_mode):04o})"
-        )
+    own_directory(path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise MemoryUnavailable(path, "it is not writable")
     # It is new as long as no node has its name there; the ranks' secret may come first.
@@ -46,23 +30,6 @@ def open_root(path: str) -> str:
             file_system(path),
         )
     return path
-
-
-def _make(path: str) -> None:
-    parent = os.path.dirname(path)
-    if not os.path.isdir(parent):
-        raise MemoryUnavailable(path, f"{parent} does not exist")
-    if os.path.realpath(parent) != parent:
-        raise MemoryRootRefused(
-            path, f"a symlink leads there (it is really {os.path.realpath(path)})"
-        )
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        return
-    except OSError as error:
-        raise_if_full(error, path)
-        raise MemoryUnavailable(path, os.strerror(error.errno or 0)) from None
 
 
 def private_directory(path: str) -> str:

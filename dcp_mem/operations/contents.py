@@ -1,18 +1,20 @@
 """Show what a checkpoint consists of: tensors, byte items and segments.
 
-It goes by the checkpoint's catalog or, for a checkpoint that torch wrote, by DCP's metadata. No
-tensor is read.
+It goes by the checkpoint's catalog or, for a checkpoint that torch wrote, by DCP's metadata. Byte
+items are read, to tell those that a load refuses; tensors aren't.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
+from dcp_mem.common.files import open_file
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, ManifestInvalid, SegmentCorrupt, StorageKeyMissing
@@ -23,6 +25,7 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.operations.inventory import job_memory
+from dcp_mem.operations.refusals import Location, refusals_of
 from dcp_mem.storage import OfOneFile, Storage
 from dcp_mem.storage.listing import get_parsed
 
@@ -44,6 +47,7 @@ class ByteItem:
 
     name: str
     nbytes: int
+    refused: str = ""  # why a load refuses it by default; "" where it doesn't, or can't be read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,8 @@ def contents_of(
         )
         for one in manifest.segments
     ]
-    tensors, items = _entries(catalog, manifest)
+    tensors, items, locations = _entries(catalog, manifest)
+    items = _judged(items, locations, storage, checkpoint.name, stored, local)
     return Contents(
         tensors=tuple(tensors),
         items=tuple(items),
@@ -166,8 +171,12 @@ def local_checkpoint_of(settings: Settings, checkpoint: CheckpointStatus) -> Loc
 # -- by the catalog --------------------------------------------------------------------------------
 
 
-def _entries(catalog: Catalog, manifest: Manifest) -> tuple[list[Tensor], list[ByteItem]]:
-    sizes = _nbytes_of_rows(catalog, manifest)
+def _entries(
+    catalog: Catalog, manifest: Manifest
+) -> tuple[list[Tensor], list[ByteItem], dict[str, Location]]:
+    """Return tensors, byte items, and where these lie."""
+    offsets, sizes = _extents_of_rows(catalog, manifest)
+    locations: dict[str, Location] = {}
     columns = (catalog.name, catalog.properties, catalog.dimensions)
     tensors, items = [], []
     for (name, kind, dimensions), size, (start, stop) in zip(
@@ -190,27 +199,60 @@ def _entries(catalog: Catalog, manifest: Manifest) -> tuple[list[Tensor], list[B
             )
         elif kind == BYTES:
             items.append(ByteItem(catalog.names[name], nbytes))
-    return tensors, items
+            if nbytes:
+                rank = int(catalog.ranks[catalog.writer[start]])
+                file = names.segment_file(rank, manifest.save_id)
+                locations[catalog.names[name]] = file, int(offsets[start]), int(sizes[start])
+    return tensors, items, locations
 
 
-def _nbytes_of_rows(catalog: Catalog, manifest: Manifest) -> Ints:
-    """Return for each row the bytes of its payload, or of its whole item where that has no payload.
+def _extents_of_rows(catalog: Catalog, manifest: Manifest) -> tuple[Ints, Ints]:
+    """Return each row's offset and bytes: its payload, or its whole item where that has none.
 
-    A row that no rank has written has 0.
+    A row that no rank has written has 0 bytes.
     """
-    found = np.zeros(len(catalog.writer), np.int64)
+    offsets, found = np.zeros((2, len(catalog.writer)), np.int64)
     written = np.flatnonzero(catalog.writer >= 0)
     items = LayoutItems(catalog)
     numbers = items.of(written)
-    _, lengths, payload_offsets, payload_nbytes = items.columns
+    firsts, lengths, payload_offsets, payload_nbytes = items.columns
+    offsets[written] = np.where(payload_offsets >= 0, payload_offsets, firsts)[numbers]
     found[written] = np.where(payload_offsets >= 0, payload_nbytes, lengths)[numbers]
     behind, tails = items.index_in_tail(written), manifest.tails
     for row, number in zip(
         written[numbers < 0].tolist(), behind[numbers < 0].tolist(), strict=True
     ):
         tail: Sequence[tuple[int, int]] = tails.get(int(catalog.ranks[catalog.writer[row]]), ())
-        found[row] = tail[number][1] if number < len(tail) else 0
-    return found
+        offsets[row], found[row] = tail[number] if number < len(tail) else (0, 0)
+    return offsets, found
+
+
+def _judged(
+    items: Sequence[ByteItem],
+    locations: Mapping[str, Location],
+    storage: Storage | None,
+    name: str,
+    stored: Mapping[str, int],
+    local: LocalCheckpoint | None = None,
+) -> list[ByteItem]:
+    """Return the items with what a load refuses of them, as far as they can be read here."""
+
+    def read(file: str, start: int, stop: int) -> bytes:
+        data = bytearray(stop - start)
+        if local is not None:
+            with (
+                suppress(OSError),
+                open(open_file(local.segment_path(file)), "rb", buffering=0) as stream,
+            ):
+                return os.pread(stream.fileno(), stop - start, start)
+        if storage is not None and stored.get(file, 0) >= stop:
+            with suppress(OfOneFile, StorageKeyMissing):
+                storage.read_into(f"{name}/{file}", start, [memoryview(data)])
+                return bytes(data)
+        return b""
+
+    refused = refusals_of(locations, read)
+    return [replace(one, refused=refused.get(one.name, "")) for one in items]
 
 
 # -- by DCP's metadata -----------------------------------------------------------------------------
@@ -225,9 +267,10 @@ def _foreign(storage: Storage, checkpoint: CheckpointStatus, stored: dict[str, i
     metadata = read_metadata(
         storage.get(f"{checkpoint.name}/{names.metadata_file(checkpoint.scope)}")
     )
-    lengths: dict[str, int] = {}
+    lengths, locations = dict[str, int](), dict[str, Location]()
     for index, info in (metadata.storage_data or {}).items():
         lengths[index.fqn] = lengths.get(index.fqn, 0) + info.length
+        locations[index.fqn] = info.relative_path, info.offset, info.length
     tensors, items = [], []
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -245,6 +288,8 @@ def _foreign(storage: Storage, checkpoint: CheckpointStatus, stored: dict[str, i
             )
         else:
             items.append(ByteItem(name, lengths.get(name, 0)))
+    bytes_at = {one.name: locations[one.name] for one in items if one.name in locations}
+    items = _judged(items, bytes_at, storage, checkpoint.name, stored)
     files = sorted({info.relative_path for info in (metadata.storage_data or {}).values()})
     segments = [
         SegmentFile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -59,13 +59,15 @@ def find_reads(
     is_direct = tensors.are_direct()
     direct = np.flatnonzero(is_direct)
 
-    def rest() -> list[ItemRead]:
-        return [*tensors.items(np.flatnonzero(~is_direct)), *objects.items()]
+    payloads = tensors.direct_reads(direct)
 
-    def everything() -> list[ItemRead]:
-        return [*tensors.items(direct, are_direct=True), *rest()]
+    def items(beside: Bools) -> list[ItemRead]:
+        return [*tensors.items(np.flatnonzero(~beside)), *objects.items()]
 
-    return Reads(locations.files, tensors.direct_reads(direct), rest, everything)
+    is_on_host = is_direct.copy()
+    is_on_host[direct] = payloads.device == HOST
+    lacks = (is_direct, is_on_host, np.zeros_like(is_direct))
+    return Reads(locations.files, payloads, *(partial(items, beside) for beside in lacks))
 
 
 def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
@@ -251,7 +253,7 @@ class _Tensors:
             device=self.devices[wanted],
         )
 
-    def items(self, which: Ints, *, are_direct: bool = False) -> list[ItemRead]:
+    def items(self, which: Ints) -> list[ItemRead]:
         """Return these overlaps as items, as DCP would plan them."""
         row, box = self.overlaps.row[which], self.overlaps.wanted[which]
         catalog = self.locations.catalog
@@ -266,10 +268,9 @@ class _Tensors:
             self.overlaps.extent[which],
             self._kinds[which],
             catalog.writer[row],
-            np.where(are_direct & (self.devices[box] == HOST), self.addresses[box], _NOT_PLAIN),
         )
         result = []
-        for (name, dimensions, target, saved, saved_extent, start, extent, kind, writer, place), (
+        for (name, dimensions, target, saved, saved_extent, start, extent, kind, writer), (
             offset,
             length,
         ) in zip(
@@ -294,7 +295,6 @@ class _Tensors:
                     offset=offset,
                     length=length,
                     saved=saved_as,
-                    address=None if place == _NOT_PLAIN else place,
                 )
             )
         return result

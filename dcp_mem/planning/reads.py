@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_mem.format.catalog import Ints
+from dcp_mem.planning.plain_tensors import HOST
 
 Saved = tuple[torch.dtype, torch.Size]
 """Dtype and shape of a chunk as it was saved."""
@@ -28,8 +29,6 @@ class ItemRead:
     length: int
     saved: Saved | None = None  # Dtype and shape of the saved chunk; None for a byte item
     transforms: Sequence[str] = ()
-    # where in this process's memory its payload goes as it is; None: the planner tells
-    address: int | None = None
 
     @property
     def stop(self) -> int:
@@ -64,17 +63,25 @@ class DirectRead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """All that one rank reads."""
+    """All that one rank reads.
+
+    `rest`: what `payloads` lack. `items_beside_host`: what `payloads` that go into this process's
+    memory lack. `everything`: all, as items.
+    """
 
     files: Sequence[str]
     payloads: DirectRead
     rest: Callable[[], Sequence[ItemRead]]
+    items_beside_host: Callable[[], Sequence[ItemRead]]
     everything: Callable[[], Sequence[ItemRead]]
 
-    def direct_reads(self) -> Iterator[tuple[str, DirectRead]]:
-        """Yield the name of each segment and its direct reads, in the order of their offsets."""
-        order = np.lexsort((self.payloads.offset, self.payloads.file))
-        payloads = self.payloads.only(order)
+    def direct_reads(self, *, on_host: bool = False) -> Iterator[tuple[str, DirectRead]]:
+        """Yield the name of each segment and its direct reads, in the order of their offsets.
+
+        `on_host`: only those that go into this process's memory.
+        """
+        payloads = self.payloads.only(self.payloads.device == HOST) if on_host else self.payloads
+        payloads = payloads.only(np.lexsort((payloads.offset, payloads.file)))
         starts = np.flatnonzero(np.diff(payloads.file, prepend=-1)).tolist()
-        for start, stop in pairwise([*starts, len(order)]):
+        for start, stop in pairwise([*starts, len(payloads.file)]):
             yield self.files[payloads.file[start]], payloads.only(slice(start, stop))

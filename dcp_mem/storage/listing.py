@@ -83,9 +83,14 @@ def checkpoint_names(storage: Storage) -> list[str]:
 
 
 def _leads_astray(url: str, name: str) -> bool:
-    """Return whether a name is a link to a checkpoint that isn't beside it."""
+    """Return whether a name is a link to a checkpoint that isn't beside it, or may have been one.
+
+    What a link that leads nowhere has led to is told by its name, which ends in a number.
+    """
     if link_target(url, name) is None or name_behind_link(url, name) != name:
         return False
+    if not os.path.exists(os.path.join(url, name)):
+        return name[-1:].isdecimal()
     files = (names.metadata_file(scope) for scope in (names.COLLECTIVE, names.rank_scope(0)))
     return any(os.path.exists(os.path.join(url, name, file)) for file in files)
 

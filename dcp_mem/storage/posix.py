@@ -102,7 +102,7 @@ class PosixStorage:
     def __init__(self, url: str, directory_mode: int | None = None) -> None:
         self.url = url
         self._directory_mode = directory_mode
-        self._has_locks = True
+        self._has_locks, self._has_proc = True, False
 
     def upload(self, key: str, nbytes: int, source: Source | None = None) -> PosixUpload:
         translated = partial(self._translated, key)
@@ -328,7 +328,8 @@ class PosixStorage:
         parts = key.split("/") if key else []
         if not {"", *_ABOVE}.isdisjoint(parts):
             raise self._astray(key)
-        if not os.path.isdir(_DESCRIPTORS):  # all would seem to be missing
+        self._has_proc = self._has_proc or os.path.isdir(_DESCRIPTORS)
+        if not self._has_proc:  # all would seem to be missing
             raise StorageRefused(self.url, "/proc isn't mounted. Mount it: files are reached there")
         if make:
             for made in _make_root(self.url):

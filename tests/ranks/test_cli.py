@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -494,6 +494,30 @@ def test_show_reads_what_torch_wrote(job: Job) -> None:
     answer = Shell(job).json("show", "theirs")
     assert answer["is_foreign"]
     assert next(one for one in answer["tensors"] if one["name"] == "sharded")["bytes"] == 2400
+
+
+class _Own:
+    """What a load refuses by default."""
+
+
+@pytest.mark.parametrize("place", ["memory", "storage", "torch"])
+def test_show_marks_byte_items_that_a_load_refuses(job: Job, place: str) -> None:
+    state = {"mine": _Own(), "path": Path("a"), "plain": {"a": [1, "b"]}, "weight": torch.ones(2)}
+    if place == "torch":
+        dcp.save(state, checkpoint_id=str(_stored(job, "step-1")))
+    else:
+        with job.writer(agent="thread") as writer:
+            dcp_mem.save(state, checkpoint_id="step-1", storage_writer=writer)
+            writer.wait("step-1")
+    shell = Shell(job if place == "memory" else replace(job, memory=f"{job.memory}-elsewhere"))
+    refused = {one["name"]: one["refused"] for one in shell.json("show", "step-1")["items"]}
+    assert "_Own" in refused.pop("mine")
+    assert refused
+    assert not any(refused.values())
+    text = shell.run("show", "step-1").stdout
+    (marked,) = [line for line in text.splitlines() if line.endswith(" refused")]
+    assert marked.startswith("mine")
+    assert "weights_only=False" in text
 
 
 def test_unknown_checkpoint_is_told_with_what_there_is(shell: Shell) -> None:

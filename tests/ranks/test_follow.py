@@ -1,6 +1,7 @@
 """Following a run from outside: which checkpoints come, from where, and what is held meanwhile."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -738,6 +739,35 @@ def test_what_can_t_be_opened_just_now_comes_later(
     monkeypatch.setattr(look, "_LOOK_AGAIN_SECONDS", 0.1)
     elsewhere, state = Job(job.url, str(memory_root / "other"), name=None), _part()
     assert [_number(state) for _ in _follow(elsewhere, state, timeout=3)] == [1, 2]
+
+
+@pytest.mark.parametrize("is_passing", [True, False], ids=["an error that passes", "damage"])
+def test_what_can_t_be_read_just_now_comes_later_and_what_is_damaged_does_not(
+    job: Job, memory_root: Path, monkeypatch: pytest.MonkeyPatch, is_passing: bool
+) -> None:
+    with job.writer(agent="thread") as writer:
+        for number in (1, 2):
+            save(writer, number)
+            writer.wait(f"step-{number}")
+    assert job.url is not None
+    (segment,) = (Path(job.url) / "step-2").glob("__0_0-*.distcp")
+    preadv, is_failing = os.preadv, is_passing
+
+    def fail(descriptor: int, *given: Any) -> int:
+        if is_failing and Path(f"/proc/self/fd/{descriptor}").resolve() == segment:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, *given)
+
+    if is_passing:
+        monkeypatch.setattr(os, "preadv", fail)
+    else:
+        flip(segment, segment.read_bytes().index(_ROWS[5:9].add(2.0).numpy().tobytes()))
+    monkeypatch.setattr(look, "_LOOK_AGAIN_SECONDS", 0.1)
+    elsewhere, state, seen = Job(job.url, str(memory_root / "other"), name=None), _part(), []
+    for _ in _follow(elsewhere, state, timeout=3 if is_passing else 1):
+        seen.append(_number(state))
+        is_failing = False
+    assert seen == ([1, 2] if is_passing else [1])
 
 
 def _follow_with_an_outage(job: Job) -> tuple[int, list[str]]:

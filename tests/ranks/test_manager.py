@@ -37,7 +37,7 @@ from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import JobMemory
 from tests.support.checkpoints.jobs import make_state, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.processes.launch import run_ranks
 
 
@@ -51,6 +51,39 @@ def _number(state: dict[str, Any]) -> int:
 
 
 # -- one process -----------------------------------------------------------------------------------
+
+
+class _NotYet:
+    """Has no state before the training has begun, as a data loader may."""
+
+    def __init__(self, is_ready: bool) -> None:
+        self.is_ready = is_ready
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.is_ready:
+            raise RuntimeError("not begun yet")
+        return {"n": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def _restore_what_has_no_state(root: str, is_ready_elsewhere: bool) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    fresh = _NotYet(is_ready_elsewhere and rank == 1)
+    with _manager(root, None) as manager:
+        assert manager.restore({"loader": fresh}) is None
+        assert "give a dict" in str(raised_by(lambda: manager.restore(fresh)))  # type: ignore[arg-type]
+        manager.save(0, {"loader": _NotYet(is_ready=True)})
+        return str(raised_by(lambda: manager.restore({"loader": fresh})))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_that_raises_is_none_to_restore_only_where_there_is_a_checkpoint(
+    memory_root: Path, ranks: int
+) -> None:
+    found = forked_ranks(_restore_what_has_no_state, ranks, str(memory_root), ranks == 2)
+    assert all("not begun yet" in one for one in found)
 
 
 def test_a_loop_saves_when_due_and_goes_on_where_it_was(memory_root: Path, url: Path) -> None:

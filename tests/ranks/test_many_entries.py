@@ -17,6 +17,7 @@ from tests.support.checkpoints.jobs import Job
 from tests.support.processes.forks import forked, forked_ranks
 
 FEW, MANY = 200, 1000
+MOST_CALLS_PER_TENSOR = 6
 Make = Callable[[int, int], dict[str, Any]]
 
 
@@ -94,3 +95,5 @@ def test_a_load_of_five_times_as_many_entries_does_at_most_five_times_as_much(
         ranks = forked_ranks(_calls_of_loads, len(loaders), loaders, make)
     for few, many in ranks:
         assert many <= MANY / FEW * few, f"{few} calls for {FEW} entries, {many} for {MANY}"
+        if make is _tensors:  # they are read as columns, wherever they come from
+            assert (many - few) / (MANY - FEW) < MOST_CALLS_PER_TENSOR

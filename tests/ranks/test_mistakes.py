@@ -16,6 +16,7 @@ import time
 import types
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from dcp_mem.flushing import agent_handle
 from dcp_mem.flushing.agent_handle import AgentHandle, socket_directory
 from dcp_mem.flushing.registration import registration_of
 from dcp_mem.runtime.states import AgentPatience
+from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.storage.file_systems import become_nobody, needs_root
 
@@ -216,6 +218,37 @@ def test_roots_that_differ_are_both_named_by_the_first_call(memory_root: Path, u
                 "ConfigError: the ranks wait for each other under different roots: "
                 f"rank 0 has {url}-0, rank 1 has {url}-1 (is a time or a rank in the path?)"
             ), text
+
+
+def _restore_two_roots_at_once(root: str, url: str, is_waited_for: str) -> list[str]:
+    lines: list[str] = []
+    logging.getLogger("dcp_mem").addHandler(_Collecting(lines))
+
+    def restore(name: str) -> str:
+        manager = CheckpointManager(f"{url}-{name}", memory_root=root)
+        return str(raised_by(lambda: manager.restore({"x": torch.ones(2)})))
+
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == 2:  # the others have said of both roots that they wait, and again
+        wait_until(Path(is_waited_for).exists, "two waits")
+    with ThreadPoolExecutor() as pool:
+        restored = [pool.submit(restore, name) for name in "ab"]
+        if rank == 0:
+            wait_until(lambda: len(lines) >= 4 or restored[0].done(), "four lines")
+            Path(is_waited_for).touch()
+        assert [one.result() for one in restored] == ["None"] * 2
+    return lines
+
+
+def test_a_rank_that_waits_under_two_roots_at_once_is_found_under_each(
+    memory_root: Path, url: Path, tmp_path: Path
+) -> None:
+    given = (str(memory_root), str(url), str(tmp_path / "waited"))
+    env = {"DCP_MEM_WAIT_WARNING": "1.5", "DCP_MEM_TIMEOUT": "60"}
+    of_rank_0, of_rank_1, _ = forked_ranks(_restore_two_roots_at_once, 3, *given, env=env)
+    assert all("rank 2 hasn't called" in line for line in of_rank_0)
+    assert of_rank_1 == []  # the rank that it waits for waits itself
 
 
 def _settings_differ(root: str) -> str:

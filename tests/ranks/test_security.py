@@ -643,7 +643,7 @@ def test_where_no_directory_can_keep_the_secret_the_error_says_so(tmp_path: Path
     env = {"DCP_MEM_ROOT": str(tmp_path / "open"), "TMPDIR": str(tmp_path / "tmp"), **_SOON}
     found = forked_ranks(_agrees, 2, [{}, {}], env=env)
     for text in found:
-        assert "it isn't a directory that you alone may write to" in text
+        assert "others may write to it (mode 0777)" in text
 
 
 def _is_overheard(how: str) -> tuple[str, int, bool]:

@@ -157,6 +157,22 @@ def test_a_link_that_leads_elsewhere_is_refused_by_name(
     assert "step-2 is a symbolic link" in why
 
 
+def test_a_link_that_leads_nowhere_in_the_place_of_a_checkpoint_is_named(
+    job: Job, root: Path, outside: Path
+) -> None:
+    shutil.rmtree(root / "step-2")
+    (root / "step-2").symlink_to(outside / "step-2")
+    (root / "data").symlink_to(outside / "data")
+    (root / "latest").symlink_to("step-9")
+    loaded = load_anew(job)
+    assert loaded.number == 1
+    (why,) = loaded.report.passed_over
+    assert "step-2 is a symbolic link" in why
+    listed = CliRunner().invoke(main, ["ls", str(root)]).output
+    assert "step-2 is a symbolic link" in listed
+    assert "latest" not in listed
+
+
 def test_training_does_not_begin_anew_where_its_checkpoints_are_moved_behind_links(
     job: Job, root: Path, outside: Path
 ) -> None:

@@ -14,7 +14,7 @@ from dcp_mem.format.catalog import catalog_named
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata, refuse_contradictions
 from dcp_mem.loading.sources.base import Description, DescriptionFiles, checked_catalog
-from dcp_mem.storage import OfOneFile, Storage
+from dcp_mem.storage import FileUnavailable, OfOneFile, Storage
 from dcp_mem.storage.listing import get_parsed, is_committed
 
 T = TypeVar("T")
@@ -80,13 +80,13 @@ class StorageSource:
         try:
             return is_committed(self._storage, f"{self._name}/{file}", nbytes, self._save_id)
         except (StorageKeyMissing, OfOneFile) as error:
-            raise self._corrupt(0, str(error)) from None
+            raise self._unread(0, error) from None
 
     def _listed(self) -> dict[str, int]:
         try:
             return {entry.name: entry.nbytes for entry in self._storage.ls(self._name)}
         except OfOneFile as error:
-            raise self._corrupt(0, str(error)) from None
+            raise self._unread(0, error) from None
 
     def _without_manifest(self, metadata: Metadata) -> Metadata:
         """Return metadata that torch wrote; refuse ours, which lost its checksums."""
@@ -135,7 +135,7 @@ class StorageSource:
         try:
             count = self._storage.read_into(f"{self._name}/{file}", offset, buffers)
         except (StorageKeyMissing, OfOneFile) as error:
-            raise self._corrupt(names.rank_of(file), str(error)) from None
+            raise self._unread(names.rank_of(file), error) from None
         if count < nbytes:
             detail = f"{file} ends at {offset + count}, {nbytes - count} bytes short"
             raise self._corrupt(names.rank_of(file), detail)
@@ -147,7 +147,12 @@ class StorageSource:
         try:
             return get_parsed(self._storage, f"{self._name}/{file}", parse)
         except (StorageKeyMissing, ManifestInvalid, OfOneFile) as error:
-            raise self._corrupt(0, str(error)) from None
+            raise self._unread(0, error) from None
+
+    def _unread(self, rank: int, error: Exception) -> SegmentCorrupt:
+        corrupt = self._corrupt(rank, str(error))
+        corrupt.may_pass = isinstance(error, FileUnavailable)
+        return corrupt
 
     def _corrupt(self, rank: int, detail: str) -> SegmentCorrupt:
         return SegmentCorrupt(self._name, rank, self.label, detail)
