@@ -535,6 +535,7 @@ def _is_overwritten_before_its_flush(job: Job) -> None:
         for step in (1, 2):
             _save(root / f"step-{step}", 10 + step)
         assert _load(root / "step-2") == 12, "saved after torch's"
+        assert load_as_torch(root / "step-2") == 2, "storage has torch's until a flush"
         writer = dcp.FileSystemWriter(root / "step-2")
         dcp.save(make_state(7), checkpoint_id=root / "step-2", storage_writer=writer)
         assert _load(root / "step-2") == 7
