@@ -5,15 +5,12 @@ The agent's queue and its report are one file: a successor goes on by it, and `s
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from dcp_mem.common.values import ExportState
+from dcp_mem.format.records import Record
 from dcp_mem.policy.order import SaveNumber
 
-_VERSION = 1
 _MOST_RECORDS, _MOST_SEEN = 256, 64
 LONGEST_ERROR = 2000
 """Characters of an error that a record keeps."""
@@ -50,8 +47,10 @@ class ExportRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportRecords:
+class ExportRecords(Record):
     """The exports of a job on one node."""
+
+    form = "exports"
 
     records: tuple[ExportRecord, ...] = ()  # in the order in which checkpoints were chosen
     seen: tuple[str, ...] = ()  # save ids that were looked at, chosen or not; the newest last
@@ -69,34 +68,14 @@ class ExportRecords:
         seen = (*self.seen, save_id)[-_MOST_SEEN:]
         if chosen is None:
             return replace(self, seen=seen, passed=self.passed + 1)
-        return ExportRecords((*self.records, chosen)[-_MOST_RECORDS:], seen)
+        return ExportRecords((*self.records, _short(chosen))[-_MOST_RECORDS:], seen)
 
     def updated(self, record: ExportRecord) -> ExportRecords:
         """Return the records with one replaced."""
-        records = tuple(record if one.save_id == record.save_id else one for one in self.records)
+        short = _short(record)
+        records = tuple(short if one.save_id == record.save_id else one for one in self.records)
         return replace(self, records=records)
 
-    def to_json(self) -> bytes:
-        """Return the records as a file."""
-        records = [
-            {**asdict(one), "state": one.state.value, "error": one.error[:LONGEST_ERROR]}
-            for one in self.records
-        ]
-        facts = {"version": _VERSION, "seen": self.seen, "passed": self.passed, "exports": records}
-        return json.dumps(facts).encode()
 
-    @staticmethod
-    def from_json(data: bytes) -> ExportRecords:
-        """Read what `to_json` returned; a damaged file is as good as none."""
-        try:
-            facts = json.loads(data)
-            if facts["version"] != _VERSION:
-                return ExportRecords()
-            seen: Sequence[Any] = facts["seen"]
-            records = tuple(
-                ExportRecord(**{**one, "state": ExportState(one["state"])})
-                for one in facts["exports"]
-            )
-            return ExportRecords(records, tuple(map(str, seen)), int(facts["passed"]))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return ExportRecords()
+def _short(record: ExportRecord) -> ExportRecord:
+    return replace(record, error=record.error[:LONGEST_ERROR])

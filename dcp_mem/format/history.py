@@ -10,41 +10,17 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import datetime, timezone
 from operator import attrgetter
 from typing import Any
 
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.manifest import FlushRecord, Manifest
+from dcp_mem.format.records import moment_of, moment_text
 from dcp_mem.policy.order import Place, SaveNumber
 
-COLUMNS = (
-    "name",
-    "save_id",
-    "created",
-    "world_size",
-    "nodes",
-    "bytes",
-    "stage_seconds",
-    "outcome",
-    "durable",
-    "flush_seconds",
-    "throughput_mib_s",
-    "parts",
-    "retries",
-    "attempts",
-    "sent_bytes",
-    "reused_bytes",
-    "generation",
-    "count",
-    "run",
-    "error",
-    "step",
-    "metrics",
-)
 _NEEDED = {
     "name",
     "save_id",
@@ -59,7 +35,7 @@ _END = "\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRow:
-    """One checkpoint's row of the history; the fields are in the order of `COLUMNS`."""
+    """One checkpoint's row of the history; its fields are the columns, in their order."""
 
     name: str
     save_id: str  # "" for a save that never began
@@ -102,7 +78,9 @@ class HistoryRow:
         )
 
 
-_cells = attrgetter(*(one.name for one in fields(HistoryRow)))
+_FIELDS = {one.name.replace("nbytes", "bytes"): one.name for one in fields(HistoryRow)}
+COLUMNS = tuple(_FIELDS)
+_cells = attrgetter(*_FIELDS.values())
 
 
 def row_of(manifest: Manifest, record: FlushRecord) -> HistoryRow:
@@ -205,57 +183,21 @@ def _row(cells: Sequence[str], places: Mapping[str, int]) -> HistoryRow | None:
     """Parse a row; None where it is damaged. Columns that the file lacks get their defaults."""
     if len(cells) < len(places):
         return None
-    (
-        name,
-        save_id,
-        created,
-        world_size,
-        nodes,
-        nbytes,
-        stage_seconds,
-        outcome,
-        durable,
-        *figures,
-        error,
-        step,
-        metrics,
-    ) = (cells[places[column]] if column in places else "" for column in COLUMNS)
-    flush_seconds, throughput, parts, retries, attempts, sent, reused, *number = figures
-    generation, count, run = number
-    if not (name and created and outcome):
+    given = {name: cells[places[name]] for name in COLUMNS if name in places}
+    if not (given["name"] and given["created"] and given["outcome"]):
         return None
     try:
-        return HistoryRow(
-            name=_unguarded(name),
-            save_id=_unguarded(save_id),
-            created=_moment(created),
-            world_size=int(world_size or 0),
-            nodes=int(nodes or 0),
-            nbytes=int(nbytes or 0),
-            stage_seconds=float(stage_seconds or 0.0),
-            outcome=_unguarded(outcome),
-            durable=_moment(durable),
-            flush_seconds=float(flush_seconds or 0.0),
-            throughput_mib_s=float(throughput or 0.0),
-            parts=int(parts or 0),
-            retries=int(retries or 0),
-            attempts=int(attempts or 0),
-            sent_nbytes=int(sent or 0),
-            reused_nbytes=int(reused or 0),
-            generation=int(generation or 0),
-            count=int(count or 0),
-            run=_unguarded(run),
-            error=_unguarded(error),
-            step=int(step) if step else None,
-            metrics=_metrics(metrics),
-        )
+        found: dict[str, Any] = {
+            _FIELDS[name]: _READ[name](cell) for name, cell in given.items() if cell
+        }
+        return HistoryRow(**{"save_id": "", **found})
     except (ValueError, OverflowError):
         return None
 
 
 def _written(column: str, cell: Any) -> str | float:
     if column in _MOMENTS:
-        return _iso(cell)
+        return moment_text(cell)
     if column == "metrics":
         return json.dumps(dict(cell), separators=(",", ":")) if cell else ""
     return "" if cell is None else _guarded(cell)
@@ -282,21 +224,15 @@ def _unguarded(text: str) -> str:
     return text[1:] if text[:1] == "'" and text.lstrip("'").startswith(_FORMULAS) else text
 
 
-def _iso(moment: float) -> str:
-    return (
-        datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="microseconds")
-        if moment
-        else ""
-    )
-
-
-def _moment(text: str) -> float:
-    if not text:
-        return 0.0
-    found = datetime.fromisoformat(text)
-    if found.tzinfo is None:
-        raise ValueError("a time without its zone")
-    return found.timestamp()
-
-
+_BY_TYPE: dict[Any, Callable[[str], Any]] = {
+    "str": _unguarded,
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "Mapping[str, float]": _metrics,
+}
+_READ = {
+    column: moment_of if column in _MOMENTS else _BY_TYPE[one.type]
+    for column, one in zip(COLUMNS, fields(HistoryRow), strict=True)
+}
 _HEAD = (",".join(COLUMNS) + _END).encode()

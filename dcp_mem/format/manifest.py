@@ -8,10 +8,9 @@ its segments.
 from __future__ import annotations
 
 import base64
-import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -22,25 +21,24 @@ from dcp_mem.common.values import Segment, Transfer
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import HASH, HASH_NBYTES, Crcs, block_count
 from dcp_mem.format.layout import Columns, Layout
+from dcp_mem.format.records import DAMAGE, Record, made
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.policy.order import Place, SaveNumber
-from dcp_mem.policy.parity import Share, Stripe
+from dcp_mem.policy.parity import Stripe
 
-VERSION = 3
-_BODY = ', "body": '
 _MOST = 1 << 50
 """The largest offset or length in a segment."""
 _LEAST_UNPACKED, _MOST_RATIO = 64 << 20, 64
 """Limit for unpacked columns: this many bytes or, if more, this many times the file's size."""
 _KEPT = 4
 """Manifests that stay parsed: a load looks at the same one several times, and waits for that."""
-_DAMAGE = (TypeError, ValueError, AttributeError, OverflowError, zlib.error)
-"""Errors of reading fields, besides missing ones, that show a file to be damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(Record):
     """One complete checkpoint."""
+
+    form = "manifest"
 
     name: str
     save_id: str
@@ -106,44 +104,28 @@ class Manifest:
             if other == node
         )
 
-    def to_json(self) -> bytes:
-        """Return the record as a file."""
-        scalars = {
-            one.name: getattr(self, one.name) for one in fields(self) if one.name != "segments"
-        }
-        return _dump("manifest", {**scalars, "segments": self.segments.to_fields()})
-
-    @staticmethod
-    @lru_cache(maxsize=_KEPT)
-    def from_json(data: bytes) -> Manifest:
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
         """Read what `to_json` returned.
 
         Raises ManifestInvalid.
         """
-        body = _parse("manifest", data)
-        try:
-            segments = Segments.from_fields(body["save_id"], **body["segments"])
-            manifest = Manifest(**{**body, "segments": segments})
-            _refuse_odd_fields(manifest)
-            return manifest
-        except (LookupError, *_DAMAGE) as error:
-            raise ManifestInvalid(f"a manifest lacks or misnames a field: {error}") from None
+        return _manifest(data)
+
+    @classmethod
+    def _unpacked(cls, facts: dict[str, Any], file_nbytes: int) -> dict[str, Any]:
+        segments = Segments.from_fields(facts["save_id"], **facts["segments"])
+        return {**facts, "segments": segments}
+
+    def _refuse_odd_fields(self) -> None:
+        names = (self.name, self.save_id, self.scope, self.job, self.committer)
+        if any("/" in one for one in (*names, *self.segments.node)):
+            raise ValueError("a name with a slash")
 
 
-def _refuse_odd_fields(manifest: Manifest) -> None:
-    """Raise ValueError where a field holds what no manifest has."""
-    texts = (manifest.name, manifest.save_id, manifest.scope, manifest.job, manifest.committer)
-    if {type(one) for one in (*texts, manifest.catalog, manifest.metadata_md5)} != {str}:
-        raise ValueError("a name that is no text")
-    if type(manifest.replaces) not in (str, type(None)):
-        raise ValueError("an identity that is no text")
-    if any("/" in one for one in (*texts, *manifest.segments.node)):
-        raise ValueError("a name with a slash")
-    figures = (manifest.created, manifest.stage_seconds, *manifest.metrics.values())
-    if not {type(one) for one in figures} <= {int, float} or type(manifest.persist) is not bool:
-        raise ValueError("a figure that is no number")
-    if type(manifest.world_size) is not int or type(manifest.step) not in (int, type(None)):
-        raise ValueError("a count that is no number")
+@lru_cache(maxsize=_KEPT)
+def _manifest(data: bytes) -> Manifest:
+    return super(Manifest, Manifest).from_json(data)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -155,6 +137,10 @@ class ItemTable:
     payload_offsets: Columns  # where its raw data begins; -1 where it has no plain payload
     payload_nbytes: Columns
     crc32c: Crcs  # of each block of each item (see `checksums.Blocks`); empty if none were computed
+
+    def to_fields(self) -> dict[str, str]:
+        """Return the columns for JSON: deflated, and coded as text."""
+        return {name: _pack(getattr(self, name)) for name in _DTYPES}
 
     def has_items_of(self, other: ItemTable) -> bool:
         """Return whether another table has the same items in the same places.
@@ -193,100 +179,58 @@ class StoredParts:
     # when all its bytes were last known to be right, as they were sent or read then, in seconds
     # since the epoch
     checked: float
+    hash: str = HASH  # the kind of hash
 
     def hash_of(self, number: int) -> bytes:
         """Return the hash of a part; b"" where there is no such part."""
         return self.hashes[number * HASH_NBYTES :][:HASH_NBYTES]
 
-    def to_fields(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {
-            "hash": HASH,
-            "part_nbytes": self.part_nbytes,
-            "crc32c": list(self.crc32c),
-            "hashes": base64.b64encode(self.hashes).decode(),
-            "etag": self.etag,
-            "checked": self.checked,
-        }
-
     @staticmethod
     def from_fields(facts: Any) -> StoredParts | None:
-        """Read what `to_fields` returned; None where it is of another kind, or damaged."""
+        """Read what was written of parts; None where it is of another kind, or damaged."""
         try:
-            found = StoredParts(
-                part_nbytes=int(facts["part_nbytes"]),
-                crc32c=tuple(map(int, facts["crc32c"])),
-                hashes=base64.b64decode(facts["hashes"], validate=True),
-                etag=str(facts["etag"]),
-                checked=float(facts["checked"]),
-            )
-            return found if facts["hash"] == HASH and found.part_nbytes > 0 else None
-        except (LookupError, *_DAMAGE):
+            found = made(StoredParts, facts)
+        except DAMAGE:
             return None
+        return found if found.hash == HASH and found.part_nbytes > 0 else None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class NodeManifest:
+class NodeManifest(Record):
     """The manifest of one node's segments of one checkpoint on storage.
 
     In memory there is one for each segment that is copied to another node.
     """
 
+    form = "node"
+
     save_id: str
     node: str
     tables: Mapping[str, ItemTable]
     transfer: Transfer = field(default_factory=Transfer)
-    # By segment file, for the segments that later checkpoints may be made from. Versions that don't
-    # know it leave it out.
+    # by segment file, for the segments that later checkpoints may be made from
     parts: Mapping[str, StoredParts] = field(default_factory=dict)
 
-    def to_json(self) -> bytes:
-        """Return the record as a file."""
-        tables = {
-            file: {name: _pack(getattr(table, name)) for name in _DTYPES}
-            for file, table in self.tables.items()
+    @classmethod
+    def _unpacked(cls, facts: dict[str, Any], file_nbytes: int) -> dict[str, Any]:
+        columns = _Columns(file_nbytes)
+        tables = {file: columns.table(packed) for file, packed in facts["tables"].items()}
+        parts = {
+            file: one
+            for file, found in facts.get("parts", {}).items()
+            if (one := StoredParts.from_fields(found)) is not None
         }
-        # Apart from the other figures: versions that don't know this one would refuse it there.
-        transfer = asdict(self.transfer)
-        reused = {"reused_nbytes": transfer.pop("reused_nbytes")}
-        parts = {file: one.to_fields() for file, one in self.parts.items()}
-        facts = {"save_id": self.save_id, "node": self.node, "transfer": transfer, **reused}
-        return _dump("node", {**facts, "tables": tables, "parts": parts})
-
-    @staticmethod
-    def from_json(data: bytes) -> NodeManifest:
-        """Read what `to_json` returned.
-
-        Raises ManifestInvalid.
-        """
-        body = _parse("node", data)
-        try:
-            columns = _Columns(len(data))
-            tables = {file: columns.table(packed) for file, packed in body["tables"].items()}
-            reused = int(body.get("reused_nbytes", 0))
-            transfer = Transfer(**{**body.get("transfer", {}), "reused_nbytes": reused})
-            parts = {
-                str(file): one
-                for file, facts in dict(body.get("parts", {})).items()
-                if (one := StoredParts.from_fields(facts)) is not None
-            }
-            return NodeManifest(
-                save_id=body["save_id"],
-                node=body["node"],
-                tables=tables,
-                transfer=transfer,
-                parts=parts,
-            )
-        except (LookupError, *_DAMAGE) as error:
-            raise ManifestInvalid(f"a node manifest is damaged: {error}") from None
+        return {**facts, "tables": tables, "parts": parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushRecord:
+class FlushRecord(Record):
     """The progress and outcome of one checkpoint's flush.
 
     The agent rewrites the record now and then while a flush runs.
     """
+
+    form = "flush"
 
     save_id: str
     # "" (none yet), "durable", "failed" (tried again later), "refused" (tried again, but rarely) or
@@ -301,26 +245,12 @@ class FlushRecord:
     again: float = 0.0
     transfer: Transfer = field(default_factory=Transfer)
 
-    def to_json(self) -> bytes:
-        """Return the record as a file."""
-        return _dump("flush", asdict(self))
-
-    @staticmethod
-    def from_json(data: bytes) -> FlushRecord:
-        """Read what `to_json` returned.
-
-        Raises ManifestInvalid.
-        """
-        body = _parse("flush", data)
-        try:
-            return FlushRecord(**{**body, "transfer": Transfer(**body.get("transfer", {}))})
-        except (TypeError, AttributeError) as error:
-            raise ManifestInvalid(f"a flush record is damaged: {error}") from None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicationRecord:
+class ReplicationRecord(Record):
     """The outcome of one checkpoint's replication, as one node recorded it."""
+
+    form = "replication"
 
     save_id: str
     outcome: str = ""  # "" (it hasn't ended), "replicated", "failed" or "skipped"
@@ -333,106 +263,48 @@ class ReplicationRecord:
     sent_nbytes: int = 0
     reused_nbytes: int = 0  # bytes of copies that weren't sent: an earlier copy had them
 
-    def to_json(self) -> bytes:
-        """Return the record as a file."""
-        return _dump("replication", asdict(self))
-
-    @staticmethod
-    def from_json(data: bytes) -> ReplicationRecord:
-        """Read what `to_json` returned.
-
-        Raises ManifestInvalid.
-        """
-        body = _parse("replication", data)
-        try:
-            return ReplicationRecord(**body)
-        except TypeError as error:
-            raise ManifestInvalid(f"a replication record is damaged: {error}") from None
-
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
+class Rejection(Record):
     """The mark of a checkpoint that is not to be resumed from, in memory and on storage."""
+
+    form = "rejection"
 
     save_id: str
     why: str
     # when it was rejected, in seconds since the epoch; 0.0 where that isn't known
     time: float = 0.0
 
-    def to_json(self) -> bytes:
-        """Return the mark as a file."""
-        return _dump("rejection", asdict(self))
 
-    @staticmethod
-    def from_json(save_id: str, data: bytes) -> Rejection:
-        """Read what `to_json` returned; a mark that is damaged is one all the same."""
-        try:
-            body = _parse("rejection", data)
-            return Rejection(save_id, str(body["why"]), float(body["time"]))
-        except (ManifestInvalid, KeyError, TypeError, ValueError):
-            return Rejection(save_id, "for a reason that can't be read any more")
+def why_rejected(mark: bytes) -> str:
+    """Return the reason in a mark's file; a mark that is damaged is one all the same."""
+    try:
+        return Rejection.from_json(mark).why or "no reason given"
+    except ManifestInvalid:
+        return "for a reason that can't be read any more"
 
 
 @sendable
 @dataclass(frozen=True, slots=True)
-class Resumes:
+class Resumes(Record):
     """How often in a row a job has resumed from one checkpoint and ended soon afterwards."""
+
+    form = "resumes"
 
     save_id: str = ""  # of the checkpoint; "" for none
     name: str = ""
     count: int = 0
 
-    def to_json(self) -> bytes:
-        """Return the record as a file."""
-        return _dump("resumes", asdict(self))
-
-    @staticmethod
-    def from_json(data: bytes) -> Resumes:
-        """Read what `to_json` returned.
-
-        Raises ManifestInvalid.
-        """
-        body = _parse("resumes", data)
-        try:
-            return Resumes(str(body["save_id"]), str(body["name"]), int(body["count"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ManifestInvalid(f"a record of resumes is damaged: {error}") from None
-
 
 @dataclass(frozen=True, slots=True)
-class StripeRecord:
+class StripeRecord(Record):
     """The stripe and the checksums of a parity file in memory."""
+
+    form = "parity"
 
     save_id: str
     stripe: Stripe  # bytes of which ranks' segments, and where in the file
     crc32c: tuple[int, ...]  # of each `checksums.BLOCK` bytes of the file
-
-    def to_json(self) -> bytes:
-        """Return the record as a file."""
-        shares = [[one.rank, one.start, one.stop, one.place] for one in self.stripe.shares]
-        facts = {
-            "save_id": self.save_id,
-            "keeper": self.stripe.keeper,
-            "nbytes": self.stripe.nbytes,
-        }
-        return _dump("parity", {**facts, "shares": shares, "crc32c": self.crc32c})
-
-    @staticmethod
-    def from_json(data: bytes) -> StripeRecord:
-        """Read what `to_json` returned.
-
-        Raises ManifestInvalid.
-        """
-        body = _parse("parity", data)
-        try:
-            shares = tuple(Share(*one) for one in body["shares"])
-            return StripeRecord(
-                body["save_id"],
-                Stripe(body["keeper"], body["nbytes"], shares),
-                tuple(body["crc32c"]),
-            )
-        except (TypeError, KeyError) as error:
-            raise ManifestInvalid(f"what parity is of is damaged: {error}") from None
 
 
 _DTYPES = {
@@ -442,36 +314,6 @@ _DTYPES = {
     "payload_nbytes": "<i8",
     "crc32c": "<u4",
 }
-
-
-def _dump(kind: str, body_fields: Mapping[str, Any]) -> bytes:
-    body = json.dumps(body_fields, separators=(",", ":"), sort_keys=True)
-    head = {"format": f"dcp_mem/{kind}", "version": VERSION, "crc": zlib.crc32(body.encode())}
-    return (json.dumps(head)[:-1] + f"{_BODY}{body}}}").encode()
-
-
-def _parse(kind: str, data: bytes) -> dict[str, Any]:
-    head, _, body = data.partition(_BODY.encode())
-    try:
-        document = json.loads(head + b"}")
-        version, form, crc = document["version"], document["format"], document["crc"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ManifestInvalid(f"no record of dcp_mem's ({kind}): {error}") from None
-    if form != f"dcp_mem/{kind}" or version != VERSION:
-        raise ManifestInvalid(
-            f"{form} version {version} is not {kind} version {VERSION}: use a newer dcp_mem"
-        )
-    if body[-1:] != b"}" or zlib.crc32(body[:-1]) != crc:
-        raise ManifestInvalid(f"a record of dcp_mem's ({kind}) is damaged (checksum)")
-    try:
-        found = json.loads(body[:-1])
-    except (ValueError, RecursionError) as error:
-        raise ManifestInvalid(f"a record of dcp_mem's ({kind}) is damaged: {error}") from None
-    if not isinstance(found, dict):
-        raise ManifestInvalid(
-            f"a record of dcp_mem's ({kind}) is damaged: it holds a {type(found).__name__}"
-        )
-    return found
 
 
 def _pack(column: np.ndarray[Any, Any]) -> str:

@@ -6,8 +6,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from typing import Any
+
+from dcp_mem.format.records import DAMAGE, facts_of, made, moment_of, moment_text
 
 _LONGEST_REASON = 500
 _MOST_REASONS = 20
@@ -31,7 +31,7 @@ class RecoveryRecord:
 
 def to_lines(recoveries: Sequence[RecoveryRecord]) -> bytes:
     """Return a file with these records."""
-    return b"".join(json.dumps(_facts(one)).encode() + b"\n" for one in recoveries)
+    return b"".join(map(_line, recoveries))
 
 
 def from_lines(data: bytes) -> list[RecoveryRecord]:
@@ -45,46 +45,18 @@ def merge_recoveries(*sets: Sequence[RecoveryRecord], most: int) -> list[Recover
     return sorted(found.values(), key=lambda one: one.time)[-most:]
 
 
-def _facts(one: RecoveryRecord) -> dict[str, Any]:
+def _line(one: RecoveryRecord) -> bytes:
     reasons = [reason[:_LONGEST_REASON] for reason in one.passed_over[:_MOST_REASONS]]
-    return {
-        "version": 1,
-        "token": one.token,
-        "time": datetime.fromtimestamp(one.time, timezone.utc).isoformat(timespec="microseconds"),
-        "name": one.name,
-        "save_id": one.save_id,
-        "step": one.step,
-        "seconds": round(one.seconds, 6),
-        "sources": dict(one.sources),
-        "passed_over": reasons,
-        "world_size": one.world_size,
-    }
+    short = {"seconds": round(one.seconds, 6), "passed_over": reasons}
+    facts = {**facts_of(one), **short, "time": moment_text(one.time)}
+    return json.dumps(facts, default=facts_of).encode() + b"\n"
 
 
 def _recovery(line: bytes) -> RecoveryRecord | None:
     try:
         facts = json.loads(line)
-        when = datetime.fromisoformat(facts["time"])
-        found = RecoveryRecord(
-            token=str(facts["token"]),
-            time=when.timestamp(),
-            name=str(facts["name"]),
-            save_id=str(facts.get("save_id", "")),
-            step=None if facts.get("step") is None else int(facts["step"]),
-            seconds=float(facts.get("seconds", 0.0)),
-            sources={
-                str(source): int(nbytes)
-                for source, nbytes in dict(facts.get("sources", {})).items()
-            },
-            passed_over=tuple(map(str, facts.get("passed_over", ()))),
-            world_size=int(facts.get("world_size", 0)),
-        )
-    except (ValueError, TypeError, KeyError, OverflowError, AttributeError, RecursionError):
+        found = made(RecoveryRecord, {**facts, "time": moment_of(facts["time"])})
+        is_sound = found.time > 0 and 0 <= found.seconds < math.inf and bool(found.token)
+    except (*DAMAGE, RecursionError):
         return None
-    is_sound = (
-        when.tzinfo is not None
-        and math.isfinite(found.seconds)
-        and found.seconds >= 0
-        and bool(found.token)
-    )
     return found if is_sound and all(nbytes >= 0 for nbytes in found.sources.values()) else None

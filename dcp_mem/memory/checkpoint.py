@@ -19,9 +19,9 @@ from dcp_mem.format.manifest import (
     ItemTable,
     Manifest,
     NodeManifest,
-    Rejection,
     ReplicationRecord,
     StripeRecord,
+    why_rejected,
 )
 from dcp_mem.policy.facts import SharedBytes
 
@@ -154,10 +154,11 @@ def local_checkpoint(
 def rejection_in(directory: str, save_id: str) -> str:
     """Return why a checkpoint in memory was rejected; "" if it wasn't."""
     try:
-        data = files.read_bytes(os.path.join(directory, names.rejection_file(save_id)))
+        return why_rejected(
+            files.read_bytes(os.path.join(directory, names.rejection_file(save_id)))
+        )
     except FileNotFoundError:
         return ""
-    return Rejection.from_json(save_id, data).why or "no reason given"
 
 
 def _record(kind: type[Record], path: str, manifest: Manifest) -> Record:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 
 from dcp_mem.common import files
+from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.exports import ExportRecords
 
 _FILE = ".exports.json"
 
 
 def read_exports(directory: str) -> ExportRecords:
-    """Return what is recorded of a job's exports on this node."""
+    """Return what is recorded of a job's exports on this node; a damaged file counts as none."""
     try:
         return ExportRecords.from_json(files.read_bytes(os.path.join(directory, _FILE)))
-    except FileNotFoundError:
+    except (FileNotFoundError, ManifestInvalid):
         return ExportRecords()
 
 

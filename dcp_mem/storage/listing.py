@@ -13,7 +13,7 @@ from typing import TypeVar
 from dcp_mem.common.log import log, log_once
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
-from dcp_mem.format.manifest import Manifest, Rejection
+from dcp_mem.format.manifest import Manifest, Rejection, why_rejected
 from dcp_mem.policy.order import UNNUMBERED, Place
 from dcp_mem.storage import Entry, OfOneFile, Storage
 from dcp_mem.storage.posix import link_target, name_behind_link
@@ -300,7 +300,7 @@ def _rejection(storage: Storage, name: str, save_id: str) -> str:
         return ""
     except OfOneFile as error:  # that it is rejected is known
         return str(error)
-    return Rejection.from_json(save_id, data).why or "no reason given"
+    return why_rejected(data)
 
 
 def _manifest(storage: Storage, key: str) -> Manifest | str:

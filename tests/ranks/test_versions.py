@@ -6,7 +6,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_mem import MemoryStorageReader
-from dcp_mem.format.manifest import VERSION
+from dcp_mem.format.records import VERSION
 from tests.support.checkpoints.roundtrip import Places, assert_same
 
 

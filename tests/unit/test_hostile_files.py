@@ -6,7 +6,7 @@ import pickle
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,22 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcp_mem import DcpMemError, ManifestInvalid, SizeRefused, UntrustedMetadata
+from dcp_mem.common.values import Transfer
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import catalog_of
-from dcp_mem.format.manifest import Manifest, NodeManifest
+from dcp_mem.format.exports import ExportRecord, ExportRecords
+from dcp_mem.format.manifest import (
+    FlushRecord,
+    Manifest,
+    NodeManifest,
+    ReplicationRecord,
+    Resumes,
+    StripeRecord,
+)
 from dcp_mem.format.metadata import read_metadata
+from dcp_mem.format.records import Record
 from dcp_mem.format.sizes import refuse_greedy_pickle, refuse_packed_stream
+from dcp_mem.policy.parity import Share, Stripe
 from tests.support.checkpoints import hostile
 
 _MOST_BYTES, _MOST_RATIO = 80 << 20, 100
@@ -108,6 +119,46 @@ def test_any_manifest_is_read_or_refused(body: Any) -> None:
         assert set(found.tails) == set(found.segments.rank)
         assert [one.file for node in found.nodes for one in found.of_node(node)]
         assert Manifest.from_json(found.to_json()) == found or found.created != found.created
+
+
+_STRIPE = Stripe(keeper=1, nbytes=8, shares=(Share(0, 0, 8, 0),))
+_RECORDS: list[Record] = [
+    FlushRecord(save_id="0", transfer=Transfer(parts=1)),
+    ReplicationRecord(save_id="0"),
+    Resumes(),
+    StripeRecord("0", _STRIPE, (1, 2)),
+    ExportRecords((ExportRecord(name="n", save_id="0", step=1),), ("0",)),
+]
+
+
+@pytest.mark.parametrize("record", _RECORDS, ids=lambda record: record.form)
+@given(st.data())
+def test_any_other_record_is_read_or_refused(record: Record, data: st.DataObject) -> None:
+    assert type(record).from_json(record.to_json()) == record
+    body = json.dumps(data.draw(mutated(_body(record.to_json()))))
+    with suppress(ManifestInvalid):
+        found = type(record).from_json(hostile.json_file(record.form, body))
+        assert json.loads(body).items() <= _body(found.to_json()).items() or "NaN" in body
+
+
+@pytest.mark.parametrize(
+    ("record", "change", "why"),
+    [
+        (_RECORDS[0], {"attempts": "1"}, "attempts: of type str, not int"),
+        (_RECORDS[0], {"transfer": {"parts": True}}, "transfer: parts: of type bool, not int"),
+        (_RECORDS[0], {"seconds": 10**400}, "too large"),
+        (_RECORDS[0], {"colour": 1}, r"misnames a field \(colour\)"),
+        (_RECORDS[3], {"stripe": None}, "stripe: of type NoneType, not fields"),
+        (_RECORDS[3], {"crc32c": {}}, "crc32c: of type dict, not list"),
+        (_RECORDS[4], {"seen": [1]}, "seen: of type int, not str"),
+    ],
+)
+def test_a_record_with_a_field_of_another_kind_is_refused_by_its_name(
+    record: Record, change: dict[str, Any], why: str
+) -> None:
+    body = json.dumps({**_body(record.to_json()), **change})
+    with pytest.raises(ManifestInvalid, match=why):
+        type(record).from_json(hostile.json_file(record.form, body))
 
 
 @given(mutated(_body(hostile.node_manifest())))
