@@ -66,8 +66,13 @@ def find_reads(
 
     is_on_host = is_direct.copy()
     is_on_host[direct] = payloads.device == HOST
-    lacks = (is_direct, is_on_host, np.zeros_like(is_direct))
-    return Reads(locations.files, payloads, *(partial(items, beside) for beside in lacks))
+    return Reads(
+        files=locations.files,
+        payloads=payloads,
+        rest=partial(items, is_direct),
+        items_beside_host=partial(items, is_on_host),
+        everything=partial(items, np.zeros_like(is_direct)),
+    )
 
 
 def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:

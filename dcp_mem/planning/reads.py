@@ -61,7 +61,7 @@ class DirectRead:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Reads:
     """All that one rank reads.
 
