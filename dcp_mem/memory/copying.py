@@ -19,13 +19,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dcp_mem.common.background import COPYING, KeptThreads
+from dcp_mem.memory.large_copies import LEAST_NBYTES, LargeCopies, memmove
 
 T = TypeVar("T")
 Columns = npt.NDArray[np.int64]
@@ -36,8 +37,6 @@ Move = tuple[int, int, int]
 Or a read: (destination address, file offset, bytes).
 """
 
-LARGE_NBYTES = 1 << 20
-"""From here on numpy's loop copies (ADR 48); for less, setting it up costs more than it saves."""
 _CHUNK = 32 << 20
 _GAP = 16 << 10
 """So many bytes between two ranges are better read along than left out."""
@@ -54,9 +53,6 @@ _ONE_THREAD_NBYTES = 4 << 20
 """Below this, handing over to threads costs more than it gains."""
 _ONE_THREAD_PIECE = 32 << 10
 """Below this on average, threads spend more on the interpreter's lock than they save on copies."""
-_memmove = ctypes.CDLL(None).memmove  # outside the interpreter lock, as all of these
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = None
 _pread = ctypes.CDLL(None, use_errno=True).pread
 _pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
 _pread.restype = ctypes.c_ssize_t
@@ -76,6 +72,7 @@ _process_vm_writev.argtypes = (
     ctypes.c_ulong,
 )
 _process_vm_writev.restype = ctypes.c_ssize_t
+_large_copies = LargeCopies()
 _discarded = np.zeros(_GAP, np.uint8)
 """Takes the bytes between ranges, of all threads at once: nobody reads it."""
 
@@ -208,25 +205,12 @@ def _batches(gaps: Columns, nbytes: Columns) -> list[int]:
 
 def copy_here(moves: Sequence[Move]) -> None:
     """Copy memory to memory in this thread alone."""
+    copy_small, copy_large = memmove, _large_copies.copy
     for destination, source, nbytes in moves:
-        if nbytes < LARGE_NBYTES:
-            _memmove(destination, source, nbytes)
+        if nbytes < LEAST_NBYTES:
+            copy_small(destination, source, nbytes)
         else:
-            np.positive(np.asarray(_Bytes(source, nbytes)), np.asarray(_Bytes(destination, nbytes)))
-
-
-class _Bytes:
-    """Memory at an address, for numpy."""
-
-    __slots__ = ("__array_interface__",)
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "typestr": "|i1",
-            "shape": (nbytes,),
-            "data": (address, False),
-        }
+            copy_large(destination, source, nbytes)
 
 
 def _read_share(descriptor: int, moves: Sequence[Move]) -> None:

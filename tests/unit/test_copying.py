@@ -127,7 +127,7 @@ def test_an_error_in_shared_work_is_raised_once_no_thread_is_at_work(
     assert len(done) == 1
 
 
-@pytest.mark.parametrize("nbytes", [1, 4097, copying.LARGE_NBYTES, (3 << 20) + 7])
+@pytest.mark.parametrize("nbytes", [1, 4097, 1 << 20, (3 << 20) + 7])
 def test_pieces_of_any_size_are_copied_and_nothing_beside_them(nbytes: int) -> None:
     source = np.random.default_rng(nbytes).integers(1, 256, nbytes + 32, np.uint8)
     target = np.zeros_like(source)
