@@ -199,6 +199,7 @@ def _undisturbed() -> Losses:
     return losses
 
 
+@pytest.mark.variant
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_zero_saved_on_two_ranks_is_trained_on_by_four_and_then_by_one(

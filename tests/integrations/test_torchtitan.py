@@ -78,6 +78,7 @@ def test_a_killed_training_goes_on_from_memory_to_the_bit(
     assert "step-12" in committed_in(tmp_path / "checkpoint")
 
 
+@pytest.mark.variant
 @pytest.mark.slow
 @pytest.mark.usefixtures("_in_private_memory")
 @pytest.mark.timeout(500)

@@ -47,6 +47,7 @@ def _run(directory: Path, memory: Path, name: str, killed_at: int = 0) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.variant
 def test_a_fine_tuning_that_is_killed_goes_on_and_sends_its_base_once(
     memory_root: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def _is_resumed(script: Path, tmp_path: Path) -> str:
     return again.stdout
 
 
+@pytest.mark.variant
 @needs_fsdp_on_cpu
 @pytest.mark.slow
 @pytest.mark.timeout(500)

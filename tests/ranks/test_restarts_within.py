@@ -130,6 +130,7 @@ def _trains(places: _Places, number: int, is_closed: bool, agent: str) -> None:
         reader.close()
 
 
+@pytest.mark.variant
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_closed", "agent"),

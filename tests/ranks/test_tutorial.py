@@ -21,6 +21,7 @@ _CHANGING = re.compile(r"\d+ (?:s|min)|loss.\d+\.\d+|[\d.]+ [KM]iB")
 """Ages, losses and sizes differ from machine to machine."""
 
 
+@pytest.mark.variant
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_tutorials_commands_print_what_it_shows(memory_root: Path, tmp_path: Path) -> None:
