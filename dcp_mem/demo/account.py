@@ -1,4 +1,4 @@
-"""What the journals of the demo's ranks prove, and what they measured; pure."""
+"""Judge the demo by its ranks' journals: what they prove, and what they measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What ranks recorded, by rank, from their start to their end, or to a restart."""
+    """One start of all ranks by torchrun: the journal that each wrote, until it ended."""
 
     begun: float  # the Unix time at which torchrun was
     journals: list[list[dict[str, Any]]]

@@ -46,7 +46,7 @@ Record = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the script is told: by one argument, in JSON."""
+    """The script's options, which come as one argument in JSON."""
 
     size: str
     steps: int

@@ -102,7 +102,7 @@ class PendingItem:
 
     @property
     def place(self) -> Place | None:
-        """Where in the tensor its bytes go directly, if they do."""
+        """The tensor's memory, where bytes are read straight into it."""
         return Place(self._low, self._high, self._address) if self.is_direct else None
 
     def direct_move(self) -> Move:

@@ -6,6 +6,7 @@ import io
 import pickletools
 import re
 import zipfile
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -37,10 +38,12 @@ def refusals_of(
             by_file.setdefault(file, {})[name] = offset, offset + nbytes
     found: dict[str, str] = {}
     for file, items in by_file.items():
+        waiting = deque(sorted((low, high, name) for name, (low, high) in items.items()))
         for start, stop in merged(items.values()):
             data = read(file, start, stop)
-            for name, (low, high) in items.items():
-                if start <= low and high <= stop and len(data) == stop - start:
+            while waiting and waiting[0][0] < stop:
+                low, high, name = waiting.popleft()
+                if start <= low and len(data) == stop - start:
                     found[name] = _why_refused(data[low - start : high - start])
     return {name: why for name, why in found.items() if why}
 
