@@ -16,14 +16,12 @@ from typing import Any
 from dcp_mem.common.files import umask
 from dcp_mem.config import ExportOrder, parse_bytes, root_url
 from dcp_mem.errors import ConfigError
-from dcp_mem.policy.exports import export_policy
-from dcp_mem.policy.persistence import Persist
+from dcp_mem.policy.persistence import Persist, every_n_saves
 
 INDEX = "model.safetensors.index.json"
 """Name of the file that makes a directory an export; it is written last."""
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes that tensors can be converted to, and from."""
-_PROGRAM = "dcp_mem.operations.export_process"
 _MOST_BYTES = 8 << 20
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|ckpt|gguf|h5|msgpack|onnx|ot|pt|pth|tflite)(\.index\.json)?"
@@ -130,7 +128,7 @@ class HuggingFaceExport:
             "dtype": _dtype(dtype),
             "shard_nbytes": parse_bytes(shard_bytes, "shard_bytes"),
             "files": _files(files),
-            "every": export_policy(every),
+            "every": _policy(every),
             "of": of,
             "keep": keep,
             "storage_options": None if storage_options is None else dict(storage_options),
@@ -154,7 +152,6 @@ def order_of(export: HuggingFaceExport) -> ExportOrder:
     if len(request) > _MOST_BYTES:
         raise ConfigError("names= is too large a table: give a function instead")
     return ExportOrder(
-        program=_PROGRAM,
         to=export.to,
         every=export.every,
         of_complete=export.of == "complete",
@@ -178,6 +175,17 @@ def renaming_of(export: HuggingFaceExport) -> Rename:
         return export.names.load()
     table = export.names or {}
     return lambda name: table.get(name, name)
+
+
+def _policy(every: int | Persist) -> Persist:
+    if isinstance(every, Persist) and not every.is_never:
+        return every
+    if type(every) is int and every >= 1:
+        return every_n_saves(every)
+    raise ConfigError(
+        f"every={every!r}: give a number of checkpoints, at least 1, every_n_steps(n) or "
+        f"every_seconds(s)"
+    )
 
 
 def _renaming(

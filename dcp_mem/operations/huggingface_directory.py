@@ -34,7 +34,7 @@ from dcp_mem.errors import ConfigError, DcpMemError, StorageKeyMissing
 from dcp_mem.export import DTYPES as CONVERTIBLE
 from dcp_mem.export import INDEX, HuggingFaceExport, renaming_of
 from dcp_mem.format.checksums import checksum
-from dcp_mem.format.exports import ExportRecord
+from dcp_mem.memory.exports import ExportRecord
 from dcp_mem.operations.modes import open_up
 from dcp_mem.operations.reading import Reading, open_reading
 from dcp_mem.operations.safetensors_file import (
@@ -69,14 +69,6 @@ class Gate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A directory that was made, or was there already."""
-
-    target: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Tensor:
     """A tensor of the checkpoint, and what it is in the export."""
 
@@ -92,8 +84,8 @@ def make_directory(
     export: HuggingFaceExport,
     storage: Storage,
     gate: Gate,
-) -> Made:
-    """Make the directory of one checkpoint.
+) -> str:
+    """Make the directory of one checkpoint; return its path or URL.
 
     1. Return if it is there already.
     2. Choose tensors, names and dtypes, and cut them into shards.
@@ -111,7 +103,7 @@ def make_directory(
     place = _place(storage, checkpoint.name, token)
     before = place.index()
     if before is not None and before.get("token") == token:
-        return Made(place.target, int(before.get("nbytes", 0)))
+        return place.target
     with open_reading(settings, checkpoint.name, checkpoint.save_id) as reading:
         tensors = _tensors(reading, checkpoint.name, export)
         gate.wait()
@@ -134,7 +126,7 @@ def make_directory(
     faults.point("export.shown")
     if export.keep is not None:
         _delete_older(storage, settings.job, export.keep)
-    return Made(place.target, nbytes)
+    return place.target
 
 
 def _token(save_id: str, export: HuggingFaceExport) -> str:
