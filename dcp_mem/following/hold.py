@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_mem.comm.dcp_call import DcpCall
+from dcp_mem.comm.dcp_call import DcpCall, direct_call
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError
 from dcp_mem.functional import load_or_raise_cause
@@ -59,6 +59,10 @@ class HoldingReader(MemoryStorageReader):
 
     def _places(self) -> Places:
         return Places(self.memory(), self._storage, self.settings.job)
+
+    def call(self) -> DcpCall:
+        """Return the ranks that follow together."""
+        return direct_call(self._process_group, False, self.settings.purpose("follow"))
 
     def attempt(self, call: DcpCall, eligible: Eligible) -> LoadAttempt:
         """Return a load that is about to begin."""

@@ -67,7 +67,7 @@ class Lookout:
         timeout: float | None,
     ) -> None:
         self._reader = reader
-        self._only_durable, self._until_ended, self._timeout = only_durable, until_ended, timeout
+        self.only_durable, self._until_ended, self._timeout = only_durable, until_ended, timeout
         self._memory_seen: object = None
         self._surveyed_at = 0.0
         self._ended_since: float | None = None
@@ -181,7 +181,7 @@ class Lookout:
         # Memory had its last checkpoint. One that storage alone will do for is waited for, unless
         # storage can't be read at all.
         may_answer = isinstance(watch.error, StorageUnavailable)
-        return watch.error is not None and not (self._only_durable and may_answer)
+        return watch.error is not None and not (self.only_durable and may_answer)
 
     def _nothing(self) -> str:
         """Return what to say as long as there is nothing to follow."""
@@ -193,7 +193,7 @@ class Lookout:
         there = f" (jobs there: {', '.join(others[:8])})" if others else ""
         where = f"{chosen.memory_root} for job {chosen.job}{there}"
         storage = f", nor in {chosen.url}" if chosen.url is not None else ""
-        kind = "durable checkpoint" if self._only_durable else "checkpoint"
+        kind = "durable checkpoint" if self.only_durable else "checkpoint"
         return (
             f"no {kind} that can be taken in {where}{storage}. Path, job= and memory_root= must be "
             "those that the run's writer was given"

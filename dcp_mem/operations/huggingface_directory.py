@@ -32,7 +32,7 @@ from dcp_mem.common.parallel import in_parallel
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, DcpMemError, StorageKeyMissing
 from dcp_mem.export import DTYPES as CONVERTIBLE
-from dcp_mem.export import INDEX, HuggingFaceExport, renaming_of
+from dcp_mem.export import INDEX, HuggingFaceExport
 from dcp_mem.format.checksums import checksum
 from dcp_mem.memory.exports import ExportRecord
 from dcp_mem.operations.modes import open_up
@@ -131,7 +131,10 @@ def make_directory(
 
 def _token(save_id: str, export: HuggingFaceExport) -> str:
     """Return what stands for a save and for what is made of it: 8 hex digits."""
-    table = sorted(export.names.items()) if isinstance(export.names, dict) else export.names
+    names = export.names
+    table: object = sorted(names.items()) if isinstance(names, Mapping) else None
+    if callable(names):
+        table = names.__module__, names.__qualname__
     made_of = (save_id, export.part, table, export.dtype, export.shard_nbytes, export.files)
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
 
@@ -141,12 +144,13 @@ def _token(save_id: str, export: HuggingFaceExport) -> str:
 
 def _tensors(reading: Reading, checkpoint: str, export: HuggingFaceExport) -> dict[str, _Tensor]:
     """Return the tensors to export, by their new names. Raises ConfigError."""
-    prefix, rename = f"{export.part}." if export.part else "", renaming_of(export)
+    prefix, names = f"{export.part}." if export.part else "", export.names or {}
     found: dict[str, _Tensor] = {}
     for source, entry in reading.entries:
         if not isinstance(entry, TensorStorageMetadata) or not source.startswith(prefix):
             continue
-        name: object = rename(source.removeprefix(prefix))
+        short = source.removeprefix(prefix)
+        name: object = names(short) if callable(names) else names.get(short, short)
         if name is None:
             continue
         if not isinstance(name, str) or not name:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -34,6 +35,7 @@ from dcp_mem import (
     StorageUnavailable,
     WaitTimeout,
 )
+from dcp_mem.cli.main import main
 from dcp_mem.following import look
 from dcp_mem.loading import open as opening
 from dcp_mem.loading.sources.stored import StorageSource
@@ -800,14 +802,14 @@ with open(sys.argv[2], "a") as file:
 
 
 def _command(job: Job, *arguments: str) -> list[str]:
-    words = [sys.executable, "-m", "dcp_mem.cli.main", "follow", job.url or "-"]
-    return [*words, "--memory-root", job.memory, "--job", job.name or "", *arguments]
+    places = ["--memory-root", job.memory, "--job", job.name or ""]
+    return ["follow", job.url or "-", *places, "--every", "0.05", *arguments]
 
 
 @contextlib.contextmanager
 def _started(job: Job, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     with subprocess.Popen(
-        _command(job, "--every", "0.05", *arguments),
+        [sys.executable, "-m", "dcp_mem.cli.main", *_command(job, *arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -819,11 +821,8 @@ def _started(job: Job, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
             process.kill()
 
 
-def _run(job: Job, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    words = _command(job, "--every", "0.05", *arguments)
-    return subprocess.run(
-        words, capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False
-    )
+def _run(job: Job, *arguments: str) -> Result:
+    return CliRunner().invoke(main, _command(job, *arguments))
 
 
 @pytest.mark.parametrize(
@@ -871,7 +870,7 @@ def test_exec_that_fails_is_said_and_the_next_checkpoint_comes(
     assert first["metrics"] == {"loss": None, "accuracy": 0.5}, "JSON has no NaN"
     assert (second["name"], second["exit_code"]) == ("step-2", 0)
     assert (notes / "done").exists()
-    assert told.returncode == process.returncode == 1
+    assert told.exit_code == process.returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -948,7 +947,7 @@ def test_links_outlive_a_killed_follower_for_as_long_as_its_command_runs(
 )
 def test_wrong_input_is_one_line(job: Job, arguments: Sequence[str], code: int, said: str) -> None:
     result = _run(job, *arguments)
-    assert result.returncode == code, result.stderr
+    assert result.exit_code == code, result.stderr
     assert said in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -1015,15 +1014,15 @@ def test_the_guide_s_evaluator_follows_a_training_that_is_killed_and_started_aga
     (tmp_path / "train.py").write_text(_TRAINER)
     root = str(tmp_path / "run")
     with running_python(*TORCHRUN, tmp_path / "evaluate.py", root) as evaluator:
-        killed = {"DCP_MEM_FAULTS": "stage.copied:kill:8"}
+        killed = {"DCP_MEM_FAULTS": "stage.copied:kill:4"}
         trainer = (*TORCHRUN, tmp_path / "train.py", root)
-        first = run_python(*trainer, "30", "0.5", timeout=150, env=killed)
+        first = run_python(*trainer, "30", "0.3", timeout=150, env=killed)
         assert first.returncode != 0, first.stdout
-        second = run_python(*trainer, "16", "0.5", timeout=150)
+        second = run_python(*trainer, "8", "0.3", timeout=150)
         assert second.returncode == 0, second.stdout
         evaluated, _ = evaluator.communicate(timeout=60)
     assert evaluator.returncode == 0, evaluated
     found, trained = _losses(evaluated), _losses(first.stdout) | _losses(second.stdout)
     assert found == {step: trained[step] for step in found}
-    assert max(found) == 16
+    assert max(found) == 8
     assert min(found) <= max(_losses(first.stdout)), "it followed the second life alone"

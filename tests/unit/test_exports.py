@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dcp_mem import ConfigError, ExportState, HuggingFaceExport
-from dcp_mem.export import export_of, order_of, renaming_of
+from dcp_mem.export import export_of, order_of
 from dcp_mem.memory.exports import ExportRecord, ExportRecords, read_exports, write_exports
 from tests.support.frameworks.exports import shouted
 
@@ -49,8 +49,7 @@ def test_an_order_carries_the_export_without_showing_its_options(tmp_path: Path)
     found = export_of(packed.request)
     assert found == export
     assert found.files == (str(tmp_path / "config.json"),)
-    assert renaming_of(found)("a") == "A"
-    assert renaming_of(HuggingFaceExport("out", names={"a": "b"}))("a") == "b"
+    assert found.names is shouted
 
 
 def test_a_table_that_is_too_large_for_the_agent_is_refused() -> None:
