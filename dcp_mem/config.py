@@ -67,13 +67,12 @@ def parity(k: int) -> Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOrder:
-    """An export as the agent sees it: when it is due, and the program that makes it."""
+    """An export as the agent sees it."""
 
-    program: str
     to: str
     every: Persist
     of_complete: bool  # whether those are as well that stay in memory
-    # the program's own arguments, pickled once; they may hold secrets
+    # what its process is given, pickled once; it may hold secrets
     request: bytes = field(repr=False)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
+import inspect
 import os
 import pickle
 import re
@@ -16,14 +15,12 @@ from typing import Any
 from dcp_mem.common.files import umask
 from dcp_mem.config import ExportOrder, parse_bytes, root_url
 from dcp_mem.errors import ConfigError
-from dcp_mem.policy.exports import export_policy
-from dcp_mem.policy.persistence import Persist
+from dcp_mem.policy.persistence import Persist, every_n_saves
 
 INDEX = "model.safetensors.index.json"
 """Name of the file that makes a directory an export; it is written last."""
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes that tensors can be converted to, and from."""
-_PROGRAM = "dcp_mem.operations.export_process"
 _MOST_BYTES = 8 << 20
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|ckpt|gguf|h5|msgpack|onnx|ot|pt|pth|tflite)(\.index\.json)?"
@@ -31,22 +28,6 @@ _WEIGHTS = re.compile(
 
 Rename = Callable[[str], str | None]
 """Returns the name of a tensor in the export; None leaves the tensor out."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImportedFunction:
-    """A function that another process finds by its name."""
-
-    module: str
-    name: str
-    path: str  # directory to find the module in; "" where it is found anyway
-
-    def load(self) -> Rename:
-        """Import the function."""
-        if self.path and self.path not in sys.path:
-            sys.path.append(self.path)
-        found: Rename = _within(importlib.import_module(self.module), self.name)
-        return found
 
 
 @dataclass(frozen=True, slots=True, init=False, kw_only=True)
@@ -90,7 +71,7 @@ class HuggingFaceExport:
 
     to: str
     part: str
-    names: Mapping[str, str | None] | ImportedFunction | None
+    names: Mapping[str, str | None] | Rename | None
     dtype: str | None
     shard_nbytes: int
     files: tuple[str, ...]
@@ -130,7 +111,7 @@ class HuggingFaceExport:
             "dtype": _dtype(dtype),
             "shard_nbytes": parse_bytes(shard_bytes, "shard_bytes"),
             "files": _files(files),
-            "every": export_policy(every),
+            "every": _policy(every),
             "of": of,
             "keep": keep,
             "storage_options": None if storage_options is None else dict(storage_options),
@@ -145,20 +126,18 @@ def order_of(export: HuggingFaceExport) -> ExportOrder:
     Raises ConfigError.
     """
     try:
-        request = zlib.compress(pickle.dumps(export))
+        packed = pickle.dumps(export)
     except Exception as error:
         raise ConfigError(
             f"export= can't be sent to the agent ({type(error).__name__}: {error}): give plain "
             f"values as storage_options"
         ) from None
+    # Its process has to find the module of a function in `names`.
+    request = zlib.compress(pickle.dumps((list(map(os.path.abspath, sys.path)), packed)))
     if len(request) > _MOST_BYTES:
         raise ConfigError("names= is too large a table: give a function instead")
     return ExportOrder(
-        program=_PROGRAM,
-        to=export.to,
-        every=export.every,
-        of_complete=export.of == "complete",
-        request=request,
+        to=export.to, every=export.every, of_complete=export.of == "complete", request=request
     )
 
 
@@ -167,22 +146,27 @@ def export_of(request: bytes) -> HuggingFaceExport:
 
     `request`: of an order that a process of this user has made.
     """
-    found = pickle.loads(zlib.decompress(request))
+    paths, packed = pickle.loads(zlib.decompress(request))
+    sys.path += [path for path in paths if path not in sys.path]
+    found = pickle.loads(packed)
     assert isinstance(found, HuggingFaceExport)
     return found
 
 
-def renaming_of(export: HuggingFaceExport) -> Rename:
-    """Return what gives tensors their names in an export, `part` being taken off."""
-    if isinstance(export.names, ImportedFunction):
-        return export.names.load()
-    table = export.names or {}
-    return lambda name: table.get(name, name)
+def _policy(every: int | Persist) -> Persist:
+    if isinstance(every, Persist) and not every.is_never:
+        return every
+    if type(every) is int and every >= 1:
+        return every_n_saves(every)
+    raise ConfigError(
+        f"every={every!r}: give a number of checkpoints, at least 1, every_n_steps(n) or "
+        f"every_seconds(s)"
+    )
 
 
 def _renaming(
     names: Mapping[str, str | None] | Rename | None,
-) -> dict[str, str | None] | ImportedFunction | None:
+) -> dict[str, str | None] | Rename | None:
     if names is None:
         return None
     if isinstance(names, Mapping):
@@ -197,48 +181,20 @@ def _renaming(
         raise ConfigError(
             f"names={names!r}: give a table of names, or an importable function of a name"
         )
-    return _imported(names)
-
-
-def _imported(function: Rename) -> ImportedFunction:
-    """Return how another process finds a function; raise ConfigError where it can't."""
-    module_name = getattr(function, "__module__", None)
-    name = getattr(function, "__qualname__", None)
-    module = sys.modules.get(module_name or "")
-    if not module_name or not name or module is None or module_name == "__main__":
-        where = "in the script that runs" if module_name == "__main__" else "of no module"
-        raise ConfigError(_not_importable(function, where))
     try:
-        found = _within(module, name)
-    except AttributeError:
-        found = None
-    if found is not function:
-        raise ConfigError(_not_importable(function, "a lambda, a method or within a function"))
-    return ImportedFunction(module_name, name, _search_path(module))
-
-
-def _within(module: object, name: str) -> Any:
-    """Return what has this qualified name in a module. Raises AttributeError."""
-    return functools.reduce(getattr, name.split("."), module)
-
-
-def _not_importable(function: object, why: str) -> str:
-    return (
-        f"names={function!r} is {why}, so the process that exports can't import it: put a plain "
-        f"function into a module, or give a table"
-    )
-
-
-def _search_path(module: Any) -> str:
-    """Return the directory in which a new process finds a module; "" where it is built in."""
-    file = getattr(module, "__file__", None)
-    if not file:
-        return ""
-    levels = module.__name__.count(".") + (1 if hasattr(module, "__path__") else 0)
-    path = os.path.dirname(os.path.abspath(str(file)))
-    for _ in range(levels):
-        path = os.path.dirname(path)
-    return path
+        pickle.dumps(names)
+    except Exception:
+        where = "a lambda, or within a function"
+    else:
+        where = "" if inspect.isfunction(names) else "no plain function"
+    if getattr(names, "__module__", None) == "__main__":
+        where = "in the script that runs"
+    if where:
+        raise ConfigError(
+            f"names={names!r} is {where}, so the process that exports can't import it: put a plain "
+            f"function into a module, or give a table"
+        )
+    return names
 
 
 def _dtype(dtype: object) -> str | None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -48,7 +49,6 @@ Examples:
 """
 _PLACE = re.compile(r"\{(path|name|step)\}")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_POLL_SECONDS = 0.05
 
 
 @subcommand("follow", _HELP)
@@ -180,44 +180,42 @@ def _run(checkpoint: FollowedCheckpoint, words: Sequence[str], stopping: _Stoppi
 class _Stopping:
     """Ends the follower at a signal, and passes that on to the command that runs.
 
-    The command may end in its own way then; with the second signal it is killed.
-
-    `number`: the signal that has come; 0 for none.
+    The command may end in its own way then; with the second signal it is killed. `number`: the
+    signal that has come; 0 for none.
     """
 
     def __init__(self, follower: Follower) -> None:
         self.number = 0
         self._follower = follower
-        self._count = 0
-        self._before: dict[int, object] = {}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Stopping:
-        for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._stop)
+        self._before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.number, self._count = number, self._count + 1
         self._follower.stop()
+        if self._child is not None:
+            _send(self._child, signal.SIGKILL if self.number else number)
+        self.number = number
 
     def wait_for(self, child: subprocess.Popen[bytes]) -> int:
         """Return the exit code of a command, once it has ended."""
-        passed_on = 0
+        self._child = child
+        if self.number:  # it came while the command was started
+            _send(child, self.number)
         try:
-            while child.poll() is None:
-                if self._count > passed_on:
-                    passed_on = self._count
-                    _send(child, self.number if passed_on == 1 else signal.SIGKILL)
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(_POLL_SECONDS)
+            return child.wait()
         except BaseException:
             _send(child, signal.SIGKILL)
             raise
-        return child.returncode
+        finally:
+            self._child = None
 
 
 def _send(child: subprocess.Popen[bytes], number: int) -> None:

@@ -20,7 +20,7 @@ from dcp_mem.flushing.commit import (
     flush,
 )
 from dcp_mem.flushing.destination import Destination
-from dcp_mem.flushing.exports import JobExports
+from dcp_mem.flushing.exporter import JobExporter
 from dcp_mem.flushing.parts import FlushJob, drop_part
 from dcp_mem.flushing.progress import FlushAttempt, add_to_stored_history
 from dcp_mem.flushing.queue import FlushQueue
@@ -35,6 +35,8 @@ from dcp_mem.storage.listing import committed_under, mark_rejected
 
 _LONGEST_PAUSE = 60.0
 """Seconds between two tries of a failed flush."""
+_EXPORT_LOOK = 0.2
+"""Seconds between two looks at an export that runs."""
 _LONGEST_LOOK = 2.0
 """Seconds between two looks for other nodes' parts, or at what another process flushes."""
 _PEER_GRACE = 600.0
@@ -76,17 +78,11 @@ class JobFlusher:
     `register`, `retry` and what only asks may be called from any thread; one thread calls the rest.
     """
 
-    def __init__(
-        self,
-        root: str,
-        registration: Registration,
-        before_flush: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, root: str, registration: Registration) -> None:
         self.queue = FlushQueue(root, registration.job)
-        self.exports = JobExports(root, registration.job)
-        self._before_flush = before_flush
+        self._exporter = JobExporter(root, registration.job)
         self.last_turn = 0.0
-        self._registration = registration
+        self.registration = registration
         self._destination = Destination(self.queue.is_live)
         self._claim: _Retry | None = None
         self._rejected: set[str] = set()  # save ids that storage has marked, or hasn't any more
@@ -95,14 +91,14 @@ class JobFlusher:
 
     def register(self, registration: Registration) -> None:
         """Take new credentials or nodes: failed flushes may wait for those."""
-        known, run = self._registration, registration.run
+        known, run = self.registration, registration.run
         if registration.nodes is None:
             registration = replace(registration, nodes=known.nodes)
         if known.run and not run:
             registration = known.reached_by(registration)
         elif not run and registration.export is None:
             registration = replace(registration, export=known.export)
-        self._registration = registration
+        self.registration = registration
         self.queue.admit(run)
         self._claim = self._claim or _Retry()
         is_same = registration.has_same_destination(known) and registration.nodes == known.nodes
@@ -114,20 +110,26 @@ class JobFlusher:
         self.queue.retry()
         self._mark_retries = dict.fromkeys(list(self._mark_retries), _Retry())
 
-    @property
-    def registration(self) -> Registration:
-        """How the job's checkpoints are flushed, and exported, just now."""
-        return self._registration
+    def export_next(self) -> None:
+        """Have a process make the exports that are due, if there are any. Waits for nothing."""
+        self._exporter.go_on(self.registration)
 
-    @property
-    def exports_due(self) -> list[float]:
-        """When exports are due that are still to be made; empty where the job exports nothing."""
-        return [] if self._registration.export is None else self.exports.due_times()
+    def stop(self) -> None:
+        """Have the process that exports end soon; a successor goes on where it was."""
+        self._exporter.stop()
+
+    def is_needed(self) -> bool:
+        """Return whether a trainer lives, or something is to be flushed or exported."""
+        return self.queue.is_needed() or self._exporter.is_needed()
 
     def due_times(self) -> list[float]:
-        """Return when a checkpoint or a claim is due."""
-        claim = self._claim
-        return [*self.queue.due_times(), *([] if claim is None else [claim.due])]
+        """Return when a checkpoint or a claim is due, or a look at an export that runs."""
+        due = self.queue.due_times()
+        if self._claim is not None:
+            due.append(self._claim.due)
+        if self._exporter.is_running:
+            due.append(time.monotonic() + _EXPORT_LOOK)
+        return due
 
     def catch_up(self) -> None:
         """Write down what memory had no room for, and claim a generation where one is due."""
@@ -152,7 +154,6 @@ class JobFlusher:
 
     def _try_to_flush(self, checkpoint: LocalCheckpoint) -> None:
         self.last_turn = time.monotonic()
-        self._before_flush()
         try:
             self._flush(checkpoint)
         except Exception:
@@ -162,47 +163,12 @@ class JobFlusher:
 
     # -- beside the flushes -----------------------------------------------------------------------
 
-    def look_for_exports(self) -> None:
-        """Choose from checkpoints that stay in memory what is exported, if the job wants that.
-
-        What goes to storage is looked at as it becomes durable.
-        """
-        order = self._registration.export
-        if order is None or not order.of_complete:
-            return
-        try:
-            for one in reversed(self.queue.in_memory()):
-                if not one.manifest.persist and not one.rejected and self._has_all(one):
-                    self.exports.look_at(order, one.manifest)
-        except Exception:  # a defect, or memory that has vanished: flushes go on all the same
-            log.exception("no exports are chosen for %s", self.queue.job)
-
-    def _has_all(self, one: LocalCheckpoint) -> bool:
-        """Return whether this node is to export a checkpoint, and has all of it."""
-        manifest = one.manifest
-        is_ours = manifest.committer == self.queue.memory().node and not manifest.scope
-        here = set(one.segment_files()) if is_ours else set()
-        return is_ours and all(segment.file in here for segment in manifest.segments)
-
-    def _look_at_committed(self, turn: _Turn) -> None:
-        """Choose a checkpoint that this node has just committed, if it is to be exported.
-
-        Before it is recorded as durable: whoever waits for exports then sees this one.
-        """
-        order, manifest = self._registration.export, turn.checkpoint.manifest
-        if order is None or manifest.scope:
-            return
-        try:
-            self.exports.look_at(order, turn.memory.raised(manifest))
-        except Exception:  # the checkpoint is durable, whatever this may be
-            log.exception("%s isn't exported", manifest.name)
-
     def _claim_generation(self, claim: _Retry) -> None:
         """Claim a generation for a run that has just begun, before its first checkpoint is flushed.
 
         Its checkpoints that stay in memory get their place among those on storage by that.
         """
-        self._claim, registration = None, self._registration
+        self._claim, registration = None, self.registration
         try:
             memory = self.queue.memory()
             newest = next(iter(memory.checkpoints()), None)
@@ -239,7 +205,7 @@ class JobFlusher:
 
     def _carry_rejection(self, one: LocalCheckpoint) -> None:
         """Mark a checkpoint on storage, unless it was deleted there, or saved anew."""
-        registration, save_id = self._registration, one.manifest.save_id
+        registration, save_id = self.registration, one.manifest.save_id
         try:
             with environment_of(registration):
                 storage = self._destination.storage(registration)
@@ -267,7 +233,7 @@ class JobFlusher:
         last_look = self.queue.known_state(checkpoint).last_look
         waited_seconds = time.monotonic() - last_look if last_look else 0.0
         attempt = FlushAttempt(memory, checkpoint, waited_seconds)
-        turn = _Turn(self._registration, memory, checkpoint, attempt)
+        turn = _Turn(self.registration, memory, checkpoint, attempt)
         try:
             with environment_of(turn.registration):
                 record, has_committed = self._flushed(turn)
@@ -291,8 +257,6 @@ class JobFlusher:
             self._destination.forget_storage()
             self._fail(turn, error)
             return
-        if has_committed:
-            self._look_at_committed(turn)
         self.queue.record(memory, checkpoint, record)
         faults.point("flush.recorded")
         self.queue.end(checkpoint)

@@ -51,7 +51,7 @@ class FlushLoop:
         """Flush whatever is due, and wait in between.
 
         1. Flush one checkpoint, if one is due, and begin again.
-        2. Otherwise let an export go on, or begin one; it runs beside this loop.
+        2. Otherwise have a process begin that exports, where that is due; it runs beside this loop.
         3. End, if there has been nothing to do for long enough.
         4. Otherwise wait until a checkpoint is due, or a job is registered.
 

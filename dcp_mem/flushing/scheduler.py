@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import time
 
-from dcp_mem.flushing.exporter import Exporter
 from dcp_mem.flushing.flusher import JobFlusher
 from dcp_mem.flushing.registration import Registration
-
-_EXPORT_LOOK = 0.2
-"""Seconds between two looks at an export that runs."""
 
 
 class FlushScheduler:
@@ -22,15 +18,12 @@ class FlushScheduler:
     def __init__(self, root: str) -> None:
         self._root = root
         self._jobs: dict[str, JobFlusher] = {}
-        self._exporter = Exporter(root)
 
     def register(self, registration: Registration) -> None:
         """Take a job on, or its new credentials or nodes."""
         known = self._jobs.get(registration.job)
         if known is None:
-            self._jobs[registration.job] = JobFlusher(
-                self._root, registration, self._exporter.pause
-            )
+            self._jobs[registration.job] = JobFlusher(self._root, registration)
         else:
             known.register(registration)
 
@@ -49,15 +42,14 @@ class FlushScheduler:
         return any(job.flush_next() for job in jobs)
 
     def export_next(self) -> None:
-        """Have the export go on that runs, or begin one: no flush is due. Waits for nothing."""
-        jobs = [job for job in self._all() if job.registration.export is not None]
-        for job in jobs:
-            job.look_for_exports()
-        self._exporter.go_on([(job.exports, job.registration) for job in jobs])
+        """Have what is due exported: no flush is. Waits for nothing."""
+        for job in self._all():
+            job.export_next()
 
     def stop(self) -> None:
-        """End the export that runs; a successor begins it again."""
-        self._exporter.stop()
+        """Have the processes that export end soon."""
+        for job in self._all():
+            job.stop()
 
     def retry(self) -> None:
         """Make everything due that has failed."""
@@ -67,10 +59,6 @@ class FlushScheduler:
     def seconds_until_next(self) -> float | None:
         """Return how long it is until something is due; None where nothing is pending."""
         due = [one for job in self._all() for one in job.due_times()]
-        if self._exporter.is_busy:
-            due.append(time.monotonic() + _EXPORT_LOOK)
-        else:
-            due += [one for job in self._all() for one in job.exports_due]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def is_busy(self) -> bool:
@@ -79,7 +67,7 @@ class FlushScheduler:
 
     def is_needed(self) -> bool:
         """Return whether a trainer lives, or something pending is still worth trying."""
-        return any(job.queue.is_needed() or job.exports_due for job in self._all())
+        return any(job.is_needed() for job in self._all())
 
     def _all(self) -> list[JobFlusher]:
         return list(self._jobs.values())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_mem.errors import ConfigError
-from dcp_mem.following.hold import Held, HoldingReader
+from dcp_mem.following.hold import HoldingReader
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.reader import RecoveryReport
@@ -43,26 +43,12 @@ class FollowedCheckpoint:
     """
 
     def __init__(
-        self,
-        reader: HoldingReader,
-        load: LoadAttempt,
-        *,
-        step: int | None,
-        metrics: Mapping[str, float],
-        report: RecoveryReport | None = None,
+        self, reader: HoldingReader, load: LoadAttempt, report: RecoveryReport | None
     ) -> None:
-        """Describe the checkpoint that a load has opened last.
-
-        Args:
-            reader: Holds it.
-            load: Has opened it.
-            step: The training step.
-            metrics: The figures given with the save.
-            report: What was loaded already.
-        """
-        choice = load.tried[-1]
+        """Describe what a load has opened last; `report`: of what is loaded already."""
+        choice, found = load.tried[-1], report or reader.description
         self.name, self.save_id = choice.name, choice.save_id
-        self.step, self.metrics, self.report = step, metrics, report
+        self.step, self.metrics, self.report = found.step, found.metrics, report
         self.is_durable = choice.storage
         self._reader, self._load = reader, load
 
@@ -88,7 +74,7 @@ class FollowedCheckpoint:
             SegmentCorrupt: It is damaged, and no source has these bytes whole. Take the next one.
             RankFailed: It is damaged on another rank, or that has failed otherwise.
         """
-        self._held()
+        self._check_held()
         self.report = self._reader.load_held(state_dict, weights_only, skip)
         return self.report
 
@@ -104,10 +90,10 @@ class FollowedCheckpoint:
                 of it.
             DcpMemError: Its files can't be linked.
         """
-        held = self._held()
-        memory, storage = held.load.memory, held.load.storage
-        if held.links is not None and memory is not None and held.links.is_whole:
-            local = held.links.local
+        self._check_held()
+        memory, storage, held = self._load.memory, self._load.storage, self._reader.links
+        if held is not None and memory is not None and held.is_whole:
+            local = held.local
             segments = [one.file for one in local.manifest.segments]
             # The program may do away with these.
             with memory.link(local, segments) as links:
@@ -129,21 +115,15 @@ class FollowedCheckpoint:
 
     def release(self) -> None:
         """End the lease, so that memory may recycle the checkpoint. Releasing twice is fine."""
-        if self._held_still() is not None:
+        if self._reader.holds(self._load):
             self._reader.close()
 
-    def _held(self) -> Held:
-        held = self._held_still()
-        if held is None:
+    def _check_held(self) -> None:
+        if not self._reader.holds(self._load):
             raise ConfigError(
                 f"{self.name} is held no more: it has been loaded or released, or the next "
                 "checkpoint has been asked for"
             )
-        return held
-
-    def _held_still(self) -> Held | None:
-        held = self._reader.held
-        return held if held is not None and held.load is self._load else None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"

@@ -5,23 +5,22 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from dcp_mem.comm import Ranks
-from dcp_mem.comm.agreement import is_shared, leaving_on_error
-from dcp_mem.comm.dcp_call import DcpCall, direct_call
+from dcp_mem.comm.agreement import is_shared, known_to_all, leaving_on_error
+from dcp_mem.comm.dcp_call import DcpCall
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint, RankFailed, StorageUnavailable
 from dcp_mem.following.checkpoint import FollowedCheckpoint
 from dcp_mem.following.hold import HoldingReader
-from dcp_mem.following.look import Complaints, Lookout, Verdict
+from dcp_mem.following.look import Lookout
 from dcp_mem.loading.candidates import open_next
 from dcp_mem.loading.elect import elect_together
 from dcp_mem.loading.load_attempt import LoadAttempt
@@ -95,18 +94,16 @@ def follow(
         WaitTimeout: `timeout` is over, and there was no checkpoint at all.
         RankFailed: Another rank has failed, or has left the iteration.
     """
-    return Follower(
-        root,
-        state_dict,
-        only_durable=only_durable,
-        until_ended=until_ended,
-        timeout=timeout,
-        poll_seconds=poll_seconds,
-        weights_only=weights_only,
-        skip=skip,
-        process_group=process_group,
-        options=options,
-    )
+    if timeout is not None and not timeout >= 0:
+        raise ConfigError(f"timeout={timeout!r}: give seconds, or None to wait for ever")
+    if not poll_seconds > 0:
+        raise ConfigError(f"poll_seconds={poll_seconds!r}: give seconds above 0")
+    if only_durable and root is None:
+        raise ConfigError("only_durable=True: without a root nothing becomes durable")
+    reader = HoldingReader(root, process_group, options)
+    lookout = Lookout(reader, only_durable=only_durable, until_ended=until_ended, timeout=timeout)
+    load = None if state_dict is None else partial(reader.load_held, state_dict, weights_only, skip)
+    return Follower(reader, lookout, load, poll_seconds)
 
 
 class Follower:
@@ -117,50 +114,14 @@ class Follower:
 
     def __init__(
         self,
-        root: str | os.PathLike[str] | None,
-        state_dict: dict[str, Any] | None,
-        *,
-        only_durable: bool,
-        until_ended: bool,
-        timeout: float | None,
+        reader: HoldingReader,
+        lookout: Lookout,
+        load: Callable[[], RecoveryReport] | None,
         poll_seconds: float,
-        weights_only: bool,
-        skip: TensorChoice | None,
-        process_group: dist.ProcessGroup | None,
-        options: Mapping[str, Any],
     ) -> None:
-        """Check the arguments; nothing is looked at yet.
-
-        Args:
-            root: As for `follow`.
-            state_dict: As for `follow`.
-            only_durable: As for `follow`.
-            until_ended: As for `follow`.
-            timeout: As for `follow`.
-            poll_seconds: As for `follow`.
-            weights_only: As for `follow`.
-            skip: As for `follow`.
-            process_group: As for `follow`.
-            options: Further arguments of the reader.
-        """
-        if timeout is not None and not timeout >= 0:
-            raise ConfigError(f"timeout={timeout!r}: give seconds, or None to wait for ever")
-        if not poll_seconds > 0:
-            raise ConfigError(f"poll_seconds={poll_seconds!r}: give seconds above 0")
-        if only_durable and root is None:
-            raise ConfigError("only_durable=True: without a root nothing becomes durable")
-        self._reader = HoldingReader(root, process_group, options)
-        self._complaints = Complaints()
-        self._lookout = Lookout(
-            self._reader,
-            self._complaints,
-            only_durable=only_durable,
-            until_ended=until_ended,
-            timeout=timeout,
-        )
-        self._state_dict, self._weights_only, self._skip = state_dict, weights_only, skip
-        self._only_durable, self._poll_seconds = only_durable, poll_seconds
-        self._process_group = process_group
+        """`load`: loads what the reader holds; None hands checkpoints out as they lie."""
+        self._reader, self._lookout, self._load_held = reader, lookout, load
+        self._poll_seconds = poll_seconds
         self._is_stopped = False
         self._last: Place | None = None
         self._damaged: set[Identity] = set()
@@ -188,44 +149,34 @@ class Follower:
     def __enter__(self) -> Follower:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _next(self) -> FollowedCheckpoint | None:
         """Return the next checkpoint; None where the iteration ends.
 
         1. Look at memory on every rank, at storage on rank 0; one gather, one broadcast.
-        2. Wait, and look again, for as long as nothing is new.
-        3. Elect and open the newest that is newer than the last one.
-        4. Load it, if a state dict is given.
-        5. Where nothing could be taken: end, if the run or the time is over, or go on waiting.
+        2. Where there may be something new: elect and open the newest that is newer than the last
+           one, and load it, if a state dict is given.
+        3. Where nothing could be taken: end, if the run or the time is over, or look again.
         """
-        call = direct_call(self._process_group, False, self._reader.settings.purpose("follow"))
+        call = self._reader.call()
         begun = time.monotonic()
         while True:
             with leaving_on_error(call.ranks):
-                verdict = self._lookout.look_together(
+                seen = self._lookout.look_together(
                     call.ranks, begun=begun, last=self._last, is_stopped=self._is_stopped
                 )
                 self.close()  # Not before: the last checkpoint was held for all ranks.
-                if verdict is Verdict.END:
-                    return None
-                load = self._open_newest(call) if verdict is Verdict.TAKE else None
+                load = self._open_newest(call) if seen.may_be_new else None
             taken = None if load is None else self._taken(load)
-            if taken is not None:
+            if taken is not None or seen.is_stopped:
                 return taken
+            if seen.is_over and seen.error is not None:
+                raise known_to_all(seen.error)
+            if seen.is_over:
+                return None
             with leaving_on_error(call.ranks):
-                if verdict is Verdict.TAKE:
-                    verdict = self._lookout.settle_together(
-                        call.ranks, begun=begun, last=self._last
-                    )
-                    if verdict is Verdict.END:
-                        return None
                 self._nap()
 
     def _nap(self) -> None:
@@ -249,20 +200,20 @@ class Follower:
         return load
 
     def _eligible(self, choices: Sequence[ElectedCheckpoint]) -> Sequence[ElectedCheckpoint]:
-        return unseen(choices, self._last, self._damaged, only_durable=self._only_durable)
+        return unseen(choices, self._last, self._damaged, only_durable=self._lookout.only_durable)
 
     def _same_save(
         self, choice: ElectedCheckpoint, choices: Sequence[ElectedCheckpoint]
     ) -> Sequence[ElectedCheckpoint]:
         same = [one for one in choices if (one.name, one.save_id) == (choice.name, choice.save_id)]
-        return unseen(same, None, only_durable=self._only_durable)
+        return unseen(same, None, only_durable=self._lookout.only_durable)
 
     def _taken(self, load: LoadAttempt) -> FollowedCheckpoint | None:
         """Load what is open, if a state dict is given; an older new one where it is damaged.
 
         Returns None where all that is new is damaged, or storage has failed meanwhile.
         """
-        if self._state_dict is None:
+        if self._load_held is None:
             # What the loop body loads is this checkpoint, from any copy of it, or nothing.
             choice = load.tried[-1]
             eligible = partial(self._same_save, choice)
@@ -270,7 +221,7 @@ class Follower:
             return self._described(load)
         known = len(load.reasons)
         try:
-            report = self._reader.load_held(self._state_dict, self._weights_only, self._skip)
+            report = self._load_held()
         except NoRecoverableCheckpoint:
             self._damaged.update(map(identity, load.damaged))
             self._say_passed_over(load.reasons[known:])
@@ -288,17 +239,11 @@ class Follower:
         self, load: LoadAttempt, report: RecoveryReport | None = None
     ) -> FollowedCheckpoint:
         self._last = load.tried[-1].place
-        if report is not None:
-            return FollowedCheckpoint(
-                self._reader, load, step=report.step, metrics=report.metrics, report=report
-            )
-        assert self._reader.held is not None
-        found = self._reader.held.opened.description
-        return FollowedCheckpoint(self._reader, load, step=found.step, metrics=found.metrics)
+        return FollowedCheckpoint(self._reader, load, report)
 
     def _say_passed_over(self, reasons: Sequence[str]) -> None:
         for reason in reasons:
-            self._complaints.make(f"{reason}; waiting for the next checkpoint")
+            self._lookout.say_once(f"{reason}; waiting for the next checkpoint")
 
 
 def _is_passing(ranks: Ranks, error: Exception) -> bool:

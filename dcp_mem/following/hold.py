@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
-from dcp_mem.comm.dcp_call import DcpCall
+from dcp_mem.comm.dcp_call import DcpCall, direct_call
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError
 from dcp_mem.functional import load_or_raise_cause
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.request import Eligible, Places
+from dcp_mem.loading.sources.base import Description
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.watch import StorageWatch
 from dcp_mem.memory.job import JobMemory
@@ -25,16 +26,6 @@ from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
 from dcp_mem.storage import Storage
 from dcp_mem.storage.routes import open_storage
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """An open checkpoint, until it is loaded or let go of."""
-
-    load: LoadAttempt
-    opened: OpenCheckpoint
-    # its files in this node's memory; None where there are none, or they are leased
-    links: LinkedCheckpoint | None
 
 
 class HoldingReader(MemoryStorageReader):
@@ -46,14 +37,15 @@ class HoldingReader(MemoryStorageReader):
         process_group: dist.ProcessGroup | None,
         options: Mapping[str, Any],
     ) -> None:
-        """Check the arguments; nothing is looked at yet."""
         super().__init__(root, process_group=process_group, record=False, **options)
         self._memory: JobMemory | None = None
         self._storage: Storage | None = None
         if self.settings.url is not None:
             self._storage = open_storage(self.settings.url, self.settings.storage_options)
         self.watch = StorageWatch(self._storage)
-        self._links: LinkedCheckpoint | None = None
+        # The held checkpoint's files in this node's memory; None where there are none, or they are
+        # leased.
+        self.links: LinkedCheckpoint | None = None
 
     def memory(self) -> JobMemory | None:
         """Return the job's memory on this node; None where it has none, and none is made."""
@@ -67,6 +59,10 @@ class HoldingReader(MemoryStorageReader):
 
     def _places(self) -> Places:
         return Places(self.memory(), self._storage, self.settings.job)
+
+    def call(self) -> DcpCall:
+        """Return the ranks that follow together."""
+        return direct_call(self._process_group, False, self.settings.purpose("follow"))
 
     def attempt(self, call: DcpCall, eligible: Eligible) -> LoadAttempt:
         """Return a load that is about to begin."""
@@ -87,9 +83,9 @@ class HoldingReader(MemoryStorageReader):
         if source is None or load.memory is None:
             return
         try:
-            self._links = load.memory.link(source.checkpoint, source.files)
+            self.links = load.memory.link(source.checkpoint, source.files)
             damaged = load.damaged_ranks(source.checkpoint)
-            linked = MemorySource(self._links.local, load.memory.node, damaged)
+            linked = MemorySource(self.links.local, load.memory.node, damaged)
         except (OSError, DcpMemError) as error:
             log.info("%s stays leased: its files can't be linked: %s", opened.choice.name, error)
             self._end_links()
@@ -98,11 +94,15 @@ class HoldingReader(MemoryStorageReader):
         self._opened = replace(opened, sources=sources)
         source.close()
 
+    def holds(self, load: LoadAttempt) -> bool:
+        """Return whether what this load has opened is held still."""
+        return self._load is load and self._opened is not None
+
     @property
-    def held(self) -> Held | None:
-        """The checkpoint that is held; None where there is none."""
-        load, opened = self._load, self._opened
-        return None if load is None or opened is None else Held(load, opened, self._links)
+    def description(self) -> Description:
+        """What the manifest of the checkpoint that is held says of it."""
+        assert self._opened is not None
+        return self._opened.description
 
     def load_held(
         self, state_dict: dict[str, Any], weights_only: bool, skip: TensorChoice | None
@@ -120,8 +120,9 @@ class HoldingReader(MemoryStorageReader):
         self, *_: object, weights_only: bool, refusal: object
     ) -> tuple[LoadAttempt, OpenCheckpoint]:
         """Return what is held, in the place of a checkpoint that is searched for."""
-        assert self.held is not None
-        load, opened = self.held.load, self.held.opened
+        load, opened = self._load, self._opened
+        assert load is not None
+        assert opened is not None
         load.request = replace(load.request, started=time.monotonic(), weights_only=weights_only)
         return load, opened
 
@@ -131,6 +132,6 @@ class HoldingReader(MemoryStorageReader):
         self._end_links()
 
     def _end_links(self) -> None:
-        links, self._links = self._links, None
+        links, self.links = self.links, None
         if links is not None:
             links.close()

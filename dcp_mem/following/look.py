@@ -6,10 +6,9 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from dcp_mem.comm import Ranks
-from dcp_mem.comm.agreement import from_all_ranks, known_to_all, on_rank_0
+from dcp_mem.comm.agreement import from_all_ranks, known_to_all
 from dcp_mem.common.log import log
 from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import (
@@ -33,12 +32,14 @@ _COMPLAIN_SECONDS = 10.0
 
 
 @sendable
-class Verdict(Enum):
-    """What the ranks do after a look."""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the ranks do after a look: take what is new, if there is; end where that is in vain."""
 
-    WAIT = "wait"
-    TAKE = "take"  # there may be something new
-    END = "end"
+    may_be_new: bool = False
+    is_over: bool = False
+    is_stopped: bool = False
+    error: DcpMemError | None = None  # to be raised where nothing can be taken
 
 
 @sendable
@@ -54,71 +55,47 @@ class _Look:
     has_ended: bool = False
 
 
-class Complaints:
-    """Warnings of a follower, each logged once."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._made: set[str] = set()
-
-    def make(self, text: str, about: str = "") -> None:
-        """Log a warning, unless one about the same has been logged before.
-
-        `about`: what it is about; "" for a warning that differs from others by its text.
-        """
-        if (about or text) not in self._made:
-            self._made.add(about or text)
-            log.warning("%s", text)
-
-
 class Lookout:
     """Looks at memory on every rank and at storage on rank 0, and decides for all ranks."""
 
     def __init__(
         self,
         reader: HoldingReader,
-        complaints: Complaints,
         *,
         only_durable: bool,
         until_ended: bool,
         timeout: float | None,
     ) -> None:
-        """Take the follower's arguments; nothing is looked at yet."""
-        self._reader, self._complaints = reader, complaints
-        self._only_durable, self._until_ended, self._timeout = only_durable, until_ended, timeout
+        self._reader = reader
+        self.only_durable, self._until_ended, self._timeout = only_durable, until_ended, timeout
         self._memory_seen: object = None
         self._surveyed_at = 0.0
         self._ended_since: float | None = None
-        self._is_at_end = False
+        self._said: set[str] = set()
 
     def look_together(
         self, ranks: Ranks, *, begun: float, last: Place | None, is_stopped: bool
-    ) -> Verdict:
+    ) -> Seen:
         """Look, and return what all ranks do next; one gather, one broadcast.
 
         `last`: place of the checkpoint that was taken last; None for none so far. Raises
-        ConfigError, MemoryRootRefused, StorageRefused, WaitTimeout, RankFailed.
+        ConfigError, MemoryRootRefused, StorageRefused, RankFailed.
         """
-        verdict = from_all_ranks(
+        seen = from_all_ranks(
             ranks,
-            self._purpose(),
+            f"following {self._reader.settings.job}",
             lambda: self._look(is_stopped),
             lambda looks: self._decide(looks, begun, last),
         )
-        return _raised_on_all(verdict)
+        if seen.error is not None and not seen.is_over:
+            raise known_to_all(seen.error)
+        return seen
 
-    def settle_together(self, ranks: Ranks, *, begun: float, last: Place | None) -> Verdict:
-        """Return whether all ranks wait or end after a take in vain; one broadcast.
-
-        What was there at the last look has been surveyed since then.
-
-        Raises WaitTimeout, RankFailed.
-        """
-        verdict = on_rank_0(ranks, self._purpose(), lambda: self._wait_or_end(begun, last))
-        return _raised_on_all(verdict)
-
-    def _purpose(self) -> str:
-        return f"following {self._reader.settings.job}"
+    def say_once(self, text: str, about: str = "") -> None:
+        """Log a warning, unless one about the same, or with this text, has been logged before."""
+        if (about or text) not in self._said:
+            self._said.add(about or text)
+            log.warning("%s", text)
 
     # -- on every rank -----------------------------------------------------------------------------
 
@@ -161,39 +138,31 @@ class Lookout:
 
     # -- on rank 0 ---------------------------------------------------------------------------------
 
-    def _decide(
-        self, looks: Sequence[_Look], begun: float, last: Place | None
-    ) -> Verdict | DcpMemError:
+    def _decide(self, looks: Sequence[_Look], begun: float, last: Place | None) -> Seen:
         """Look at storage, and decide for all ranks."""
         watch = self._reader.watch
-        is_survey_due = watch.look() or any(look.is_survey_due for look in looks)
+        may_be_new = watch.look() or any(look.is_survey_due for look in looks)
         if any(look.is_stopped for look in looks):
-            return Verdict.END
-        is_hopeless = isinstance(watch.error, StorageRefused) and not watch.seen_at
-        if is_hopeless and all(look.run is None for look in looks):
-            assert isinstance(watch.error, StorageRefused)
-            return watch.error
+            return Seen(is_stopped=True)
+        is_unknown = not watch.seen_at and all(look.run is None for look in looks)
+        if isinstance(watch.error, StorageRefused) and is_unknown:
+            return Seen(error=watch.error)
         if watch.error is not None:
-            self._complaints.make(
+            self.say_once(
                 f"{watch.error}; following what memory has until storage answers again",
                 about=type(watch.error).__name__,
             )
-        self._is_at_end = self._until_ended and self._has_ended(looks, last)
-        return Verdict.TAKE if is_survey_due else self._wait_or_end(begun, last)
-
-    def _wait_or_end(self, begun: float, last: Place | None) -> Verdict | WaitTimeout:
-        """Decide for all ranks, on rank 0, where there is nothing to take."""
-        if self._is_at_end:
-            return Verdict.END
+        if self._until_ended and self._has_ended(looks, last):
+            return Seen(may_be_new, is_over=True)
         waited = time.monotonic() - begun
         if self._timeout is not None and waited >= self._timeout:
             if last is None:
-                return WaitTimeout(f"after {self._timeout:g} s there is {self._nothing()}")
-            log.info("no newer checkpoint within %g s", self._timeout)
-            return Verdict.END
-        if last is None and waited >= _COMPLAIN_SECONDS:
-            self._complaints.make(f"there is {self._nothing()}; waiting for it")
-        return Verdict.WAIT
+                error = WaitTimeout(f"after {self._timeout:g} s there is {self._nothing()}")
+                return Seen(may_be_new, is_over=True, error=error)
+            return Seen(may_be_new, is_over=True)
+        if last is None and waited >= _COMPLAIN_SECONDS and not may_be_new:
+            self.say_once(f"there is {self._nothing()}; waiting for it")
+        return Seen(may_be_new)
 
     def _has_ended(self, looks: Sequence[_Look], last: Place | None) -> bool:
         """Tell whether the run has ended, and everything of it was there to be seen."""
@@ -212,7 +181,7 @@ class Lookout:
         # Memory had its last checkpoint. One that storage alone will do for is waited for, unless
         # storage can't be read at all.
         may_answer = isinstance(watch.error, StorageUnavailable)
-        return watch.error is not None and not (self._only_durable and may_answer)
+        return watch.error is not None and not (self.only_durable and may_answer)
 
     def _nothing(self) -> str:
         """Return what to say as long as there is nothing to follow."""
@@ -224,17 +193,11 @@ class Lookout:
         there = f" (jobs there: {', '.join(others[:8])})" if others else ""
         where = f"{chosen.memory_root} for job {chosen.job}{there}"
         storage = f", nor in {chosen.url}" if chosen.url is not None else ""
-        kind = "durable checkpoint" if self._only_durable else "checkpoint"
+        kind = "durable checkpoint" if self.only_durable else "checkpoint"
         return (
             f"no {kind} that can be taken in {where}{storage}. Path, job= and memory_root= must be "
             "those that the run's writer was given"
         )
-
-
-def _raised_on_all(verdict: Verdict | DcpMemError) -> Verdict:
-    if isinstance(verdict, DcpMemError):
-        raise known_to_all(verdict)
-    return verdict
 
 
 def _is_same_place(one: str, other: str) -> bool:

@@ -19,5 +19,4 @@ Read it in this order:
 - `pickle_opcodes`, `distinct_shapes`, `metadata_template`: DCP's `.metadata` as bytes, written
   from a catalog without making the objects that it is a pickle of.
 - `history`, `recoveries`: files for people, with a line for each checkpoint or load.
-- `exports`: a node's exports of a job's checkpoints.
 """

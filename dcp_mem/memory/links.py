@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 
 from dcp_mem.common import files
 from dcp_mem.format import names
@@ -83,12 +82,7 @@ class LinkedCheckpoint:
     def __enter__(self) -> LinkedCheckpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -32,9 +32,9 @@ from dcp_mem.common.parallel import in_parallel
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, DcpMemError, StorageKeyMissing
 from dcp_mem.export import DTYPES as CONVERTIBLE
-from dcp_mem.export import INDEX, HuggingFaceExport, renaming_of
+from dcp_mem.export import INDEX, HuggingFaceExport
 from dcp_mem.format.checksums import checksum
-from dcp_mem.format.exports import ExportRecord
+from dcp_mem.memory.exports import ExportRecord
 from dcp_mem.operations.modes import open_up
 from dcp_mem.operations.reading import Reading, open_reading
 from dcp_mem.operations.safetensors_file import (
@@ -69,14 +69,6 @@ class Gate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A directory that was made, or was there already."""
-
-    target: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Tensor:
     """A tensor of the checkpoint, and what it is in the export."""
 
@@ -92,8 +84,8 @@ def make_directory(
     export: HuggingFaceExport,
     storage: Storage,
     gate: Gate,
-) -> Made:
-    """Make the directory of one checkpoint.
+) -> str:
+    """Make the directory of one checkpoint; return its path or URL.
 
     1. Return if it is there already.
     2. Choose tensors, names and dtypes, and cut them into shards.
@@ -111,7 +103,7 @@ def make_directory(
     place = _place(storage, checkpoint.name, token)
     before = place.index()
     if before is not None and before.get("token") == token:
-        return Made(place.target, int(before.get("nbytes", 0)))
+        return place.target
     with open_reading(settings, checkpoint.name, checkpoint.save_id) as reading:
         tensors = _tensors(reading, checkpoint.name, export)
         gate.wait()
@@ -134,12 +126,15 @@ def make_directory(
     faults.point("export.shown")
     if export.keep is not None:
         _delete_older(storage, settings.job, export.keep)
-    return Made(place.target, nbytes)
+    return place.target
 
 
 def _token(save_id: str, export: HuggingFaceExport) -> str:
     """Return what stands for a save and for what is made of it: 8 hex digits."""
-    table = sorted(export.names.items()) if isinstance(export.names, dict) else export.names
+    names = export.names
+    table: object = sorted(names.items()) if isinstance(names, Mapping) else None
+    if callable(names):
+        table = names.__module__, names.__qualname__
     made_of = (save_id, export.part, table, export.dtype, export.shard_nbytes, export.files)
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
 
@@ -149,12 +144,13 @@ def _token(save_id: str, export: HuggingFaceExport) -> str:
 
 def _tensors(reading: Reading, checkpoint: str, export: HuggingFaceExport) -> dict[str, _Tensor]:
     """Return the tensors to export, by their new names. Raises ConfigError."""
-    prefix, rename = f"{export.part}." if export.part else "", renaming_of(export)
+    prefix, names = f"{export.part}." if export.part else "", export.names or {}
     found: dict[str, _Tensor] = {}
     for source, entry in reading.entries:
         if not isinstance(entry, TensorStorageMetadata) or not source.startswith(prefix):
             continue
-        name: object = rename(source.removeprefix(prefix))
+        short = source.removeprefix(prefix)
+        name: object = names(short) if callable(names) else names.get(short, short)
         if name is None:
             continue
         if not isinstance(name, str) or not name:

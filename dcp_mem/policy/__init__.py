@@ -5,7 +5,6 @@ May import: `common` and `errors`. In the order in which to read:
 - `order`: which of two checkpoints is newer.
 - `facts`: what the policies of memory and storage know of a checkpoint.
 - `persistence`: which saves go to storage.
-- `exports`: which checkpoints are exported.
 - `retention`: which checkpoints stay.
 - `admission`: what leaves memory for a new checkpoint, and whether there is room for it.
 - `slots`: which free slots it takes, and by how much they grow.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +27,9 @@ from dcp_mem.errors import (
     WaitTimeout,
 )
 from dcp_mem.flushing import agent_handle
-from dcp_mem.format.exports import ExportRecords
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.memory.checkpoint import LocalCheckpoint
-from dcp_mem.memory.exports import read_exports
+from dcp_mem.memory.exports import ExportRecords, read_exports, unseen
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.policy.order import Place, SaveNumber, newest_first
@@ -186,25 +184,28 @@ def wait_for_all(
 
 
 def wait_for_exports(settings: Settings, wake: Wake) -> None:
-    """Wait until each export of this node has been tried; log those that have failed.
-
-    `settings`: of the job; nothing is waited for where it exports nothing.
-    """
-    if settings.export is None:
+    """Wait until each export of this node has been tried; log those that have failed."""
+    order = settings.export
+    if order is None:
         return
-    directory = os.path.join(settings.memory_root, settings.job)
-    begun = (ExportState.WAITING, ExportState.RUNNING)
+    memory = JobMemory(settings.memory_root, settings.job)
+
+    def is_over() -> bool:
+        records = read_exports(memory.directory)
+        left = unseen(memory, records, of_complete=order.of_complete)
+        return not records.is_under_way and not left
+
     waiting = _Wait(
         settings=settings,
-        what=f"exports to {settings.export.to} aren't made",
-        is_over=lambda: not any(one.state in begun for one in read_exports(directory).records),
+        what=f"exports to {order.to} aren't made",
+        is_over=is_over,
         awaited=list,
         wake=wake,
         show=None,
         ends_without_agent=True,
     )
     waiting.run(None)
-    for one in read_exports(directory).records:
+    for one in read_exports(memory.directory).records:
         if one.state is ExportState.FAILED:
             text = "%s isn't exported so far, the agent tries again: %s"
             log.warning(text, one.name, one.error)

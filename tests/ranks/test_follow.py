@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -28,16 +29,16 @@ from dcp_mem import (
     ConfigError,
     Follower,
     MemoryRootRefused,
+    MemoryStorageWriter,
     RankFailed,
     SegmentCorrupt,
     StorageUnavailable,
     WaitTimeout,
 )
-from dcp_mem.common.values import Outcome
+from dcp_mem.cli.main import main
 from dcp_mem.following import look
 from dcp_mem.loading import open as opening
 from dcp_mem.loading.sources.stored import StorageSource
-from dcp_mem.memory.job import JobMemory
 from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import checkpoint_names
 from tests.support import REPOSITORY
@@ -72,6 +73,12 @@ def notes(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.fixture
+def elsewhere(job: Job, memory_root: Path) -> Job:
+    """The job as another node has it: on storage alone."""
+    return Job(job.url, str(memory_root / "other"), name=None)
+
+
 def _follow(job: Job, state: dict[str, Any] | None = None, **options: Any) -> Follower:
     options = {"poll_seconds": 0.02, "timeout": _PATIENCE_SECONDS} | options
     options |= {"memory_root": job.memory, "job": job.name}
@@ -84,6 +91,13 @@ def _part() -> dict[str, Any]:
     return {"sharded": torch.full((60, 10), -1.0), "nested": {"step": -1}}
 
 
+def _columns() -> dict[str, Any]:
+    """The same part on several ranks, sharded by columns."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.full_like(torch.empty(60, 10).chunk(dist.get_world_size(), 1)[0], -1)
+    return {"sharded": DTensor.from_local(local, mesh, [Shard(1)]), "nested": {"step": -1}}
+
+
 def _number(state: dict[str, Any]) -> int:
     """The number of the save that all of the part belongs to."""
     number: int = state["nested"]["step"]
@@ -93,25 +107,53 @@ def _number(state: dict[str, Any]) -> int:
     return number
 
 
-# -- a trainer in processes of its own ------------------------------------------------------------
+def _names_in(job: Job) -> set[str]:
+    return {path.parent.parent.name for path in job.directory.glob("*/.dcp_mem/manifest.json")}
 
 
-def _train(job: Job, notes: Path, options: dict[str, Any]) -> None:
-    """Save what the test asks for by files; end, as a run does, when it asks for that."""
+def _links_of(job: Job) -> list[Path]:
+    links = job.directory / ".links"
+    return list(links.iterdir()) if links.exists() else []
+
+
+# -- a trainer, in this process or in others ------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _saving(job: Job, **options: Any) -> Iterator[Callable[..., None]]:
+    """A writer in this process; saves the states of these numbers."""
+
+    def save_all(*numbers: int) -> None:
+        for number in numbers:
+            _save(writer, number)
+
     with job.writer(**{"agent": "thread", **options}) as writer:
+        yield save_all
+
+
+def _save(writer: MemoryStorageWriter, number: int) -> None:
+    writer.annotate_next_save(step=number, metrics={"loss": 1 / number})
+    save(writer, number)
+    wait_for_spare_slots()  # as a training step takes longer than these
+
+
+def _train(job: Job, notes: Path, options: dict[str, Any], is_node: bool) -> None:
+    """Save what the test asks for by files; end, as a run does, when it asks for that."""
+    with (_on_node(job) if is_node else job).writer(**{"agent": "thread", **options}) as writer:
         done: set[str] = set()
         while not (notes / "end").exists():
             for path in sorted(notes.glob("save-*"), key=lambda one: int(one.name[5:])):
-                if path.name in done:
-                    continue
-                number = int(path.name[5:])
-                writer.annotate_next_save(step=number, metrics={"loss": 1 / number})
-                save(writer, number)
-                wait_for_spare_slots()  # as a training step takes longer than these
-                done.add(path.name)
-                if not dist.is_initialized() or dist.get_rank() == 0:
-                    (notes / f"saved-{number}").touch()
+                if path.name not in done:
+                    done.add(path.name)
+                    _save(writer, int(path.name[5:]))
+                    if not dist.is_initialized() or dist.get_rank() == 0:
+                        (notes / f"saved-{path.name[5:]}").touch()
             time.sleep(0.005)
+
+
+def _on_node(job: Job) -> Job:
+    """The job on this rank's node: each rank has a memory root of its own here."""
+    return Job(job.url, f"{job.memory}/node-{dist.get_rank()}")
 
 
 class _Trainer:
@@ -132,11 +174,11 @@ class _Trainer:
 
 @contextlib.contextmanager
 def _training(
-    job: Job, notes: Path, *, ranks: int | None = None, **options: Any
+    job: Job, notes: Path, *, ranks: int | None = None, nodes: int | None = None, **options: Any
 ) -> Iterator[_Trainer]:
     for path in notes.glob("save*"):  # of an earlier life of the trainer
         path.unlink()
-    with forking(_train, ranks, job, notes, options) as forks:
+    with forking(_train, ranks or nodes, job, notes, options, nodes is not None) as forks:
         yield _Trainer(forks, notes)
 
 
@@ -154,69 +196,48 @@ def test_new_checkpoints_come_as_they_are_saved_and_a_slow_follower_skips_to_the
             assert _number(state) == checkpoint.step
             assert checkpoint.report is not None
             assert checkpoint.report.source == "memory"
-            if len(seen) == 1:
-                trainer.save(3)
-            elif len(seen) == 2:
-                trainer.save(4, 5, 6)
-            else:
+            if len(seen) == 3:
                 break
+            trainer.save(*((3,) if len(seen) == 1 else (4, 5, 6)))
         trainer.end()
     assert seen == [("step-2", 2, 1 / 2), ("step-3", 3, 1 / 3), ("step-6", 6, 1 / 6)]
 
 
-def test_another_node_follows_by_storage(
-    storage_root: StorageRoot, memory_root: Path, notes: Path
-) -> None:
+def test_another_node_follows_by_storage(storage_root: StorageRoot, memory_root: Path) -> None:
     options = storage_root.storage_options
     job = Job(storage_root.url, str(memory_root), options)
-    elsewhere = Job(storage_root.url, str(memory_root / "other"), options, name=None)
+    other = Job(storage_root.url, str(memory_root / "other"), options, name=None)
     state, seen = _part(), []
-    with _training(job, notes) as trainer:
-        trainer.save(1)
-        for checkpoint in _follow(elsewhere, state):
+    with _saving(job) as save_all:
+        save_all(1)
+        for checkpoint in _follow(other, state):
             seen.append(_number(state))
             assert checkpoint.is_durable
             assert checkpoint.report is not None
             assert checkpoint.report.source == "storage"
             if len(seen) == 2:
                 break
-            trainer.save(2)
-        trainer.end()
+            save_all(2)
     assert seen == [1, 2]
 
 
-def test_only_durable_leaves_out_what_stays_in_memory(job: Job, notes: Path) -> None:
-    state, seen = _part(), []
-    with _training(job, notes, persist=dcp_mem.every_n_saves(3), keep_memory=4) as trainer:
-        trainer.save(1, 2)
-        for checkpoint in _follow(job, state, only_durable=True):
+def test_only_durable_leaves_out_what_stays_in_memory(job: Job) -> None:
+    seen = []
+    with _saving(job, persist=dcp_mem.every_n_saves(3), keep_memory=4) as save_all:
+        save_all(1, 2)
+        for checkpoint in _follow(job, _part(), only_durable=True):
             seen.append(checkpoint.name)
             assert checkpoint.is_durable
             assert checkpoint.report is not None
             assert checkpoint.report.source == "memory"
             if len(seen) == 2:
                 break
-            trainer.save(3, 4)
-        trainer.end()
+            save_all(3, 4)
     assert seen == ["step-1", "step-4"]
 
 
-def test_a_checkpoint_of_the_same_name_that_is_saved_anew_comes_again(
-    memory_job: Job, notes: Path
-) -> None:
-    state, seen = _part(), []
-    with memory_job.writer() as writer:
-        save(writer, 1, "newest")
-        for _ in _follow(memory_job, state):
-            seen.append(_number(state))
-            if len(seen) == 3:
-                break
-            save(writer, 1 + len(seen), "newest")
-    assert seen == [1, 2, 3]
-
-
 def test_rejected_checkpoints_are_not_handed_out(job: Job) -> None:
-    state, seen = _part(), []
+    seen = []
     with CheckpointManager(
         job.url, keep_memory=3, memory_root=job.memory, job=job.name, agent="thread"
     ) as manager:
@@ -224,139 +245,116 @@ def test_rejected_checkpoints_are_not_handed_out(job: Job) -> None:
             manager.save(step, make_state(step))
             manager.wait(step, progress=False)
         manager.reject(2, "the loss is NaN")
-        for checkpoint in _follow(job, state):
+        for checkpoint in _follow(job, _part()):
             seen.append(checkpoint.step)
             if len(seen) == 2:
                 break
             manager.save(3, make_state(3))
     assert seen == [1, 3]
     shutil.rmtree(job.directory)
-    with dcp_mem.MemoryStorageReader(job.url, memory_root=job.memory, job=job.name) as reader:
-        assert reader.recoverable() == ["step-3", "step-1"]
     assert next(iter(_follow(job))).name == "step-3"
 
 
 def test_what_torch_itself_has_saved_is_followed_too(job: Job) -> None:
     state = make_state(0)
-    elsewhere = Path(job.url or "", "theirs")
-    dcp.save(make_state(7), storage_writer=dcp.FileSystemWriter(str(elsewhere)))
-    for checkpoint in _follow(job, state):
-        assert (checkpoint.name, checkpoint.step, checkpoint.save_id) == ("theirs", None, "")
-        break
+    theirs = Path(job.url or "", "theirs")
+    dcp.save(make_state(7), storage_writer=dcp.FileSystemWriter(str(theirs)))
+    found = next(iter(_follow(job, state)))
+    assert (found.name, found.step, found.save_id) == ("theirs", None, "")
     assert number_of(state) == 7
 
 
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def _evaluate_on_ranks(job: Job, notes: Path, count: int) -> list[tuple[str, int, str]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    local = torch.full_like(torch.empty(60, 10).chunk(dist.get_world_size(), 1)[0], -1)
-    state = {"sharded": DTensor.from_local(local, mesh, [Shard(1)]), "nested": {"step": -1}}
-    seen = []
-    for checkpoint in _follow(job, state):
+def _evaluate_on_ranks(
+    job: Job, notes: Path, count: int, is_node: bool
+) -> list[tuple[str, int, str]]:
+    state, seen = _columns(), []
+    for checkpoint in _follow(_on_node(job) if is_node else job, state):
         assert checkpoint.report is not None
         seen.append((checkpoint.name, _number(state), checkpoint.report.source))
         (notes / f"rank-{dist.get_rank()}-has-{len(seen)}").touch()
         if len(seen) == count:
             break
-        if dist.get_rank() == 1:
-            time.sleep(0.05)
     return seen
 
 
-@pytest.mark.parametrize("is_same_node", [True, False], ids=["same node", "another node"])
+def _save_and_wait(trainer: _Trainer, notes: Path, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        trainer.save(number)
+        for rank in (0, 1):
+            wait_until((notes / f"rank-{rank}-has-{number}").exists)
+
+
+@pytest.mark.parametrize(
+    "is_same_node",
+    [
+        pytest.param(True, id="same node", marks=pytest.mark.variant),
+        pytest.param(False, id="another node"),
+    ],
+)
 def test_all_ranks_of_an_evaluator_get_the_same_checkpoint_resharded(
-    job: Job, memory_root: Path, notes: Path, is_same_node: bool
+    job: Job, elsewhere: Job, notes: Path, is_same_node: bool
 ) -> None:
     """Three ranks save rows while two ranks follow, with columns."""
-    elsewhere = Job(job.url, str(memory_root / "other"), name=None)
     follower = job if is_same_node else elsewhere
     with (
         _training(job, notes, ranks=3) as trainer,
-        forking(_evaluate_on_ranks, 2, follower, notes, 3) as evaluator,
+        forking(_evaluate_on_ranks, 2, follower, notes, 2, False) as evaluator,
     ):
-        for number in (1, 2, 3):
-            trainer.save(number)
-            wait_until((notes / f"rank-0-has-{number}").exists)
-            wait_until((notes / f"rank-1-has-{number}").exists)
+        _save_and_wait(trainer, notes, (1, 2))
         first, second = evaluator.join()
-        trainer.end()
     source = "memory" if is_same_node else "storage"
-    assert first == second == [(f"step-{number}", number, source) for number in (1, 2, 3)]
-
-
-def _on_node(job: Job) -> Job:
-    """The job on this rank's node: each rank has a memory root of its own here."""
-    return Job(job.url, f"{job.memory}/node-{dist.get_rank()}")
-
-
-def _train_on_nodes(job: Job, notes: Path, options: dict[str, Any]) -> None:
-    _train(_on_node(job), notes, options)
-
-
-def _evaluate_on_two_nodes(job: Job, notes: Path, count: int) -> list[tuple[str, int, str]]:
-    return _evaluate_on_ranks(_on_node(job), notes, count)
-
-
-@contextlib.contextmanager
-def _training_on_nodes(
-    job: Job, notes: Path, *, nodes: int = 2, **options: Any
-) -> Iterator[_Trainer]:
-    with forking(_train_on_nodes, nodes, job, notes, options) as forks:
-        yield _Trainer(forks, notes)
+    assert first == second == [(f"step-{number}", number, source) for number in (1, 2)]
 
 
 def test_what_lies_on_several_nodes_is_put_together_by_an_evaluator_on_all_of_them(
     memory_job: Job, notes: Path
 ) -> None:
     with (
-        _training_on_nodes(memory_job, notes) as trainer,
-        forking(_evaluate_on_two_nodes, 2, memory_job, notes, 2) as evaluator,
+        _training(memory_job, notes, nodes=2) as trainer,
+        forking(_evaluate_on_ranks, 2, memory_job, notes, 2, True) as evaluator,
     ):
-        for number in (1, 2):
-            trainer.save(number)
-            wait_until((notes / f"rank-0-has-{number}").exists)
-            wait_until((notes / f"rank-1-has-{number}").exists)
+        _save_and_wait(trainer, notes, (1, 2))
         first, second = evaluator.join()
-        alone = Job(None, f"{memory_job.memory}/node-0")
         with pytest.raises(WaitTimeout):
-            next(iter(_follow(alone, timeout=0.2)))
-        trainer.end()
+            next(iter(_follow(Job(None, f"{memory_job.memory}/node-0"), timeout=0.2)))
+        assert forked_ranks(_ask_for_files, 2, memory_job) == ["ConfigError"] * 2
     source = "memory and peers"
     assert first == second == [(f"step-{number}", number, source) for number in (1, 2)]
-
-
-def test_copies_make_a_checkpoint_of_several_nodes_whole_on_one(
-    memory_job: Job, notes: Path
-) -> None:
-    alone = Job(None, f"{memory_job.memory}/node-0")
-    with _training_on_nodes(memory_job, notes, replicas=1) as trainer:
-        trainer.save(1)
-        for checkpoint in _follow(alone):
-            with checkpoint.files() as files:
-                assert load(dcp.FileSystemReader(files.path)) == 1
-            state = _part()
-            assert checkpoint.load(state).source == "memory"
-            assert _number(state) == 1
-            break
-        trainer.end()
-
-
-def test_files_of_several_nodes_need_storage(memory_job: Job, notes: Path) -> None:
-    with (
-        _training_on_nodes(memory_job, notes) as trainer,
-        forking(_ask_for_files, 2, memory_job) as evaluator,
-    ):
-        trainer.save(1)
-        assert evaluator.join() == ["ConfigError"] * 2
-        trainer.end()
 
 
 def _ask_for_files(job: Job) -> str:
     checkpoints = iter(_follow(_on_node(job)))
     checkpoint = next(checkpoints)
     return type(raised_by(checkpoint.files().__enter__)).__name__
+
+
+def test_copies_make_a_checkpoint_whole_on_one_node_and_stand_in_for_what_is_damaged(
+    memory_job: Job, notes: Path
+) -> None:
+    node = Job(None, f"{memory_job.memory}/node-0")
+    with _training(memory_job, notes, nodes=2, replicas=1) as trainer:
+        trainer.save(1)
+        checkpoint = next(followed := iter(_follow(node)))
+        with checkpoint.files() as files:
+            assert load(dcp.FileSystemReader(files.path)) == 1
+        state = _part()
+        assert checkpoint.load(state).source == "memory"
+        assert _number(state) == 1
+        followed.close()  # type: ignore[attr-defined]
+        _damage(node, "step-1")
+        found = forked_ranks(_load_on_nodes, 2, memory_job)
+        assert found == [(1, "memory and peers")] * 2
+
+
+def _load_on_nodes(job: Job) -> tuple[int, str]:
+    state = _part()
+    for checkpoint in _follow(_on_node(job)):
+        source = checkpoint.load(state).source
+        return _number(state), source
+    raise AssertionError("nothing has come")
 
 
 def _load_what_isn_t_there(job: Job) -> list[str]:
@@ -369,17 +367,6 @@ def _load_what_isn_t_there(job: Job) -> list[str]:
     return [type(error).__name__, str(_number(again))]
 
 
-def test_what_the_checkpoint_lacks_is_raised_on_all_ranks(memory_job: Job, notes: Path) -> None:
-    with _training(memory_job, notes) as trainer:
-        trainer.save(1)
-        with forking(_load_what_isn_t_there, 2, memory_job) as ranks:
-            first, second = ranks.join()
-        trainer.end()
-    assert first == ["RankFailed", "1"]
-    assert second[0] != "NoneType"
-    assert second[1] == "1"
-
-
 def _stop_on_one_rank(job: Job) -> int:
     follower, count = _follow(job, timeout=None), 0
     for _ in follower:
@@ -389,19 +376,22 @@ def _stop_on_one_rank(job: Job) -> int:
     return count
 
 
-def test_a_stop_on_one_rank_ends_the_iteration_on_all(memory_job: Job, notes: Path) -> None:
-    with _training(memory_job, notes) as trainer:
-        trainer.save(1)
-        with forking(_stop_on_one_rank, 2, memory_job) as ranks:
-            assert ranks.join() == [1, 1]
+def test_what_a_rank_lacks_is_raised_on_all_and_a_stop_on_one_ends_all(memory_job: Job) -> None:
+    with _saving(memory_job) as save_all:
+        save_all(1)
+        first, second = forked_ranks(_load_what_isn_t_there, 2, memory_job)
+        assert first == ["RankFailed", "1"]
+        assert second[0] != "NoneType"
+        assert second[1] == "1"
+        assert forked_ranks(_stop_on_one_rank, 2, memory_job) == [1, 1]
 
 
 def test_a_rank_that_is_killed_leaves_none_waiting(memory_job: Job, notes: Path) -> None:
-    with _training(memory_job, notes) as trainer:
-        trainer.save(1)
+    with _saving(memory_job) as save_all:
+        save_all(1)
         with forking(_wait_with_a_rank_that_dies, 2, memory_job, notes) as ranks:
-            wait_until((notes / "rank-0-waits").exists)
-            time.sleep(0.2)
+            for rank in (0, 1):
+                wait_until((notes / f"rank-{rank}-waits").exists)
             ranks.kill(1)
             wait_until((notes / "rank-0-raised").exists)
         assert (notes / "rank-0-raised").read_text() == RankFailed.__name__
@@ -427,14 +417,22 @@ def test_retention_leaves_the_bytes_of_what_is_held_and_no_save_waits(
     with _training(memory_job, notes, keep_memory=1) as trainer:
         trainer.save(1)
         for checkpoint in _follow(memory_job):
-            trainer.save(*range(2, 7))
-            assert _names_in(memory_job) == {"step-6"}
-            state = _part()
-            assert checkpoint.load(state).source == "memory"
-            assert _number(state) == 1
-            break
-        assert not _links_of(memory_job)
-        trainer.end()
+            if checkpoint.step == 1:
+                trainer.save(*range(2, 7))
+                assert _names_in(memory_job) == {"step-6"}
+                state = _part()
+                assert checkpoint.load(state).source == "memory"
+                assert _number(state) == 1
+            else:
+                assert _links_of(memory_job)
+                checkpoint.release()
+            assert not _links_of(memory_job)
+            with pytest.raises(ConfigError, match="held no more"):
+                checkpoint.load(_part())
+            with pytest.raises(ConfigError, match="held no more"), checkpoint.files():
+                pass
+            if checkpoint.step == 6:
+                break
 
 
 def test_within_a_memory_limit_a_save_waits_until_a_follower_lets_go(
@@ -453,60 +451,30 @@ def test_within_a_memory_limit_a_save_waits_until_a_follower_lets_go(
             assert _number(state) == 1
             break
         trainer.save(3)
-        trainer.end()
 
 
-def test_retention_on_storage_leaves_a_checkpoint_that_is_held(
-    job: Job, memory_root: Path, notes: Path
-) -> None:
-    elsewhere = Job(job.url, str(memory_root / "other"), name=None)
+def test_retention_on_storage_leaves_a_checkpoint_that_is_held(job: Job, elsewhere: Job) -> None:
     root = Path(job.url or "")
-    with _training(job, notes, keep_memory=1, keep_storage=1, on_slow_storage="all") as trainer:
-        trainer.save(1)
+    kept: dict[str, Any] = {"keep_memory": 1, "keep_storage": 1, "on_slow_storage": "all"}
+    with _saving(job, **kept) as save_all:
+        save_all(1)
         for checkpoint in _follow(elsewhere):
-            trainer.save(2, 3, 4)
+            save_all(2, 3, 4)
             wait_until(lambda: committed_in(root) == {"step-1", "step-4"}, str(committed_in(root)))
+            with checkpoint.files() as files:
+                assert files.path == f"{job.url}/step-1"
+                assert load(dcp.FileSystemReader(files.path)) == 1
             state = _part()
             assert checkpoint.load(state).source == "storage"
             assert _number(state) == 1
             break
-        trainer.save(5)
+        save_all(5)
         wait_until(lambda: committed_in(root) == {"step-5"})
-        trainer.end()
-
-
-def test_what_is_loaded_or_released_is_held_no_more(memory_job: Job, notes: Path) -> None:
-    with _training(memory_job, notes, keep_memory=1) as trainer:
-        trainer.save(1)
-        for number, checkpoint in enumerate(_follow(memory_job), 1):
-            assert _links_of(memory_job)
-            if number == 1:
-                checkpoint.load(_part())
-            else:
-                checkpoint.release()
-            assert not _links_of(memory_job)
-            with pytest.raises(ConfigError, match="held no more"):
-                checkpoint.load(_part())
-            with pytest.raises(ConfigError, match="held no more"), checkpoint.files():
-                pass
-            if number == 2:
-                break
-            trainer.save(2)
-        trainer.end()
-
-
-def _names_in(job: Job) -> set[str]:
-    return {path.parent.parent.name for path in job.directory.glob("*/.dcp_mem/manifest.json")}
-
-
-def _links_of(job: Job) -> list[Path]:
-    links = job.directory / ".links"
-    return list(links.iterdir()) if links.exists() else []
 
 
 def test_memory_of_a_dead_job_stays_while_a_follower_reads_it(memory_job: Job) -> None:
-    with memory_job.writer() as writer:
-        save(writer, 1)
+    with _saving(memory_job) as save_all:
+        save_all(1)
     for checkpoint in _follow(memory_job):
         (kept,) = dcp_mem.reclaim(memory_job.memory)
         assert "being read" in kept.kept
@@ -519,46 +487,28 @@ def test_memory_of_a_dead_job_stays_while_a_follower_reads_it(memory_job: Job) -
     assert not memory_job.directory.exists()
 
 
-# -- files for other programs ---------------------------------------------------------------------
-
-
-def test_links_stay_valid_whatever_becomes_of_the_checkpoint(memory_job: Job) -> None:
+def test_links_stay_valid_whatever_becomes_of_the_checkpoint_and_may_be_deleted(
+    memory_job: Job,
+) -> None:
+    """All saves have one name: a lease alone wouldn't keep the first; the last one comes as new."""
+    state, seen = _part(), list[int]()
     with memory_job.writer(keep_memory=1) as writer:
         save(writer, 1, "newest")
         for checkpoint in _follow(memory_job):
             with checkpoint.files() as files:
                 assert Path(files.path).parent.parent == memory_job.directory / ".links"
                 assert Path(files.path).name == "newest"
-                for number in (2, 3, 4, 5):  # of the same name: a lease alone wouldn't keep it
-                    save(writer, number, "newest")
-                assert load_as_torch(Path(files.path)) == 1
-            assert not os.path.exists(files.path)
-            break
-        save(writer, 6, "newest")
-    assert not _links_of(memory_job)
-
-
-def test_who_deletes_what_he_is_given_deletes_links(memory_job: Job) -> None:
-    with memory_job.writer() as writer:
-        save(writer, 1)
-        for checkpoint in _follow(memory_job):
-            with checkpoint.files() as files:
+                if not seen:
+                    for number in (2, 3, 4, 5):
+                        save(writer, number, "newest")
+                assert load_as_torch(Path(files.path)) == (5 if seen else 1)
                 shutil.rmtree(files.path)
-            state = _part()
             checkpoint.load(state)
-            assert _number(state) == 1
-            break
-
-
-def test_files_of_another_node_lie_on_storage(job: Job, memory_root: Path) -> None:
-    with job.writer(agent="thread") as writer:
-        save(writer, 1)
-    elsewhere = Job(job.url, str(memory_root / "other"), name=None)
-    for checkpoint in _follow(elsewhere):
-        with checkpoint.files() as files:
-            assert files.path == f"{job.url}/step-1"
-            assert load(dcp.FileSystemReader(files.path)) == 1
-        break
+            seen.append(_number(state))
+            if len(seen) == 2:
+                break
+    assert seen == [1, 5]
+    assert not _links_of(memory_job)
 
 
 # -- kills ----------------------------------------------------------------------------------------
@@ -572,20 +522,20 @@ def _hold(job: Job, notes: Path) -> None:
 
 
 def test_a_killed_follower_keeps_no_memory(memory_job: Job, notes: Path) -> None:
-    with _training(memory_job, notes, keep_memory=1) as trainer:
-        trainer.save(1)
+    with _saving(memory_job, keep_memory=1) as save_all:
+        save_all(1)
         with forking(_hold, None, memory_job, notes) as follower:
             wait_until((notes / "held").exists)
-            trainer.save(2, 3)
+            save_all(2, 3)
+            wait_until((notes / "held").read_text)
             assert load_as_torch(Path((notes / "held").read_text())) == 1
             follower.kill()
         assert _links_of(memory_job)
-        trainer.save(4, 5)
+        save_all(4, 5)
         assert not _links_of(memory_job)
         directory = memory_job.directory
         files = [*directory.rglob("*.distcp"), *directory.rglob("*.slot")]
         assert len({path.stat().st_ino for path in files}) <= 2, files  # keep_memory + 1
-        trainer.end()
 
 
 def test_a_follower_goes_on_when_the_trainer_is_killed_and_starts_again(
@@ -610,164 +560,76 @@ def test_a_follower_goes_on_when_the_trainer_is_killed_and_starts_again(
     assert _number(state) == 3
 
 
-# -- damage ---------------------------------------------------------------------------------------
+# -- damage, and what passes ----------------------------------------------------------------------
 
 
 def _damage(job: Job, name: str) -> None:
     """Flip a bit of a tensor that the followers here load, once there are checksums."""
+    own = job.directory / name / ".dcp_mem"
+    wait_until(lambda: any(own.glob("checksums-__0_0-*.json")), "checksums")
     (segment,) = (job.directory / name).glob("__0_0-*.distcp")
-    checksums = list((job.directory / name / ".dcp_mem").glob("checksums-__0_0-*.json"))
-    assert checksums, "no checksums have been made yet"
-    start = segment.read_bytes().index(_ROWS[5:9].add(float(name[5:])).numpy().tobytes())
-    flip(segment, start)
+    _flip_row(segment, float(name[5:]))
 
 
-def _have_checksums(job: Job, *names: str) -> None:
-    """Wait for the checksums of rank 0's segments, which `_damage` flips a bit of."""
-    own = [job.directory / name / ".dcp_mem" for name in names]
-    wait_until(lambda: all(any(path.glob("checksums-__0_0-*.json")) for path in own), "checksums")
+def _flip_row(segment: Path, number: float) -> None:
+    flip(segment, segment.read_bytes().index(_ROWS[5:9].add(number).numpy().tobytes()))
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_an_older_one_that_is_new(
-    memory_job: Job, notes: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state, seen = _part(), []
-    with _training(memory_job, notes, keep_memory=3) as trainer:
-        trainer.save(1)
-        for checkpoint in _follow(memory_job, state):
-            seen.append(_number(state))
-            assert checkpoint.step == seen[-1]
-            if seen[-1] == 1:
-                trainer.save(2, 3)
-                _have_checksums(memory_job, "step-3")
-                _damage(memory_job, "step-3")
-            else:
-                break
-        trainer.end()
-    assert seen == [1, 2]
-    assert "step-3 is damaged" in caplog.text
-
-
-def test_where_all_that_is_new_is_damaged_the_follower_waits_for_the_next(
-    memory_job: Job, notes: Path, caplog: pytest.LogCaptureFixture
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one_that_is_new_or_the_next(
+    memory_job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = _part()
-    with _training(memory_job, notes, keep_memory=3) as trainer:
-        trainer.save(1)
-        _have_checksums(memory_job, "step-1")
+    with _saving(memory_job, keep_memory=3) as save_all:
+        save_all(1)
         _damage(memory_job, "step-1")
-        assert not list(_follow_quietly(memory_job, state))
-        assert "step-1" in caplog.text
+        with pytest.raises(WaitTimeout):
+            list(_follow(memory_job, state, timeout=0.3))
         assert "waiting for the next checkpoint" in caplog.text
-        trainer.save(2)
-        next(iter(_follow(memory_job, state)))
-        assert _number(state) == 2
-        trainer.end()
-
-
-def _follow_quietly(job: Job, state: dict[str, Any]) -> Iterator[object]:
-    with contextlib.suppress(WaitTimeout):
-        yield from _follow(job, state, timeout=0.3)
-
-
-def test_load_of_a_damaged_checkpoint_raises_and_the_next_one_comes(
-    memory_job: Job, notes: Path
-) -> None:
-    seen = []
-    with _training(memory_job, notes, keep_memory=3) as trainer:
-        trainer.save(1)
-        _have_checksums(memory_job, "step-1")
-        _damage(memory_job, "step-1")
         for checkpoint in _follow(memory_job):
-            state = _part()
-            if checkpoint.step == 1:
-                with pytest.raises(SegmentCorrupt):
-                    checkpoint.load(state)
-                trainer.save(2)
-            else:
-                checkpoint.load(state)
-                seen.append(_number(state))
+            if checkpoint.step == 2:
                 break
-        trainer.end()
-    assert seen == [2]
+            with pytest.raises(SegmentCorrupt):
+                checkpoint.load(state)
+            save_all(2)
+        followed = iter(_follow(memory_job, state))
+        assert (next(followed).step, _number(state)) == (2, 2)
+        save_all(3, 4)
+        _damage(memory_job, "step-4")
+        assert (next(followed).step, _number(state)) == (3, 3)
+        assert "step-4 is damaged" in caplog.text
 
 
-def _load_what_is_damaged_on_one_node(job: Job) -> tuple[int, str]:
-    state = _part()
-    for checkpoint in _follow(_on_node(job)):
-        source = checkpoint.load(state).source
-        return _number(state), source
-    raise AssertionError("nothing has come")
-
-
-def test_load_of_what_is_damaged_on_one_node_takes_another_node_s_copy(
-    memory_job: Job, notes: Path
+@pytest.mark.parametrize("trouble", ["opening", "reading", "damage"])
+def test_what_can_t_be_opened_or_read_just_now_comes_later_and_what_is_damaged_does_not(
+    job: Job, elsewhere: Job, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    node = Job(None, f"{memory_job.memory}/node-0")
-    with _training_on_nodes(memory_job, notes, nodes=3, replicas=1) as trainer:
-        trainer.save(1)
-        _have_checksums(node, "step-1")
-        wait_until(lambda: _is_replicated(node, "step-1"), "copies")
-        _damage(node, "step-1")
-        with forking(_load_what_is_damaged_on_one_node, 3, memory_job) as ranks:
-            assert ranks.join() == [(1, "memory and peers")] * 3
-        trainer.end()
-
-
-def _is_replicated(job: Job, name: str) -> bool:
-    (found,) = JobMemory(job.memory, job.name or "").find(name)
-    return found.replication.outcome == Outcome.REPLICATED
-
-
-def test_what_can_t_be_opened_just_now_comes_later(
-    job: Job, memory_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with job.writer(agent="thread") as writer:
-        for number in (1, 2):
-            save(writer, number)
-            writer.wait(f"step-{number}")
-    failures: list[str] = []
-    described_by = opening._described_by
+    with _saving(job, on_slow_storage="all") as save_all:
+        save_all(1, 2)
+    (segment,) = (Path(job.url or "") / "step-2").glob("__0_0-*.distcp")
+    described_by, preadv, is_failing = opening._described_by, os.preadv, True
 
     def described_or_not(source: StorageSource, files: Any) -> Any:
-        if not failures:
-            failures.append(source.label)
+        if is_failing and "step-2" in str(files):
             raise StorageUnavailable(source.label, "an outage")
         return described_by(source, files)
 
-    monkeypatch.setattr(opening, "_described_by", described_or_not)
-    monkeypatch.setattr(look, "_LOOK_AGAIN_SECONDS", 0.1)
-    elsewhere, state = Job(job.url, str(memory_root / "other"), name=None), _part()
-    assert [_number(state) for _ in _follow(elsewhere, state, timeout=3)] == [1, 2]
-
-
-@pytest.mark.parametrize("is_passing", [True, False], ids=["an error that passes", "damage"])
-def test_what_can_t_be_read_just_now_comes_later_and_what_is_damaged_does_not(
-    job: Job, memory_root: Path, monkeypatch: pytest.MonkeyPatch, is_passing: bool
-) -> None:
-    with job.writer(agent="thread") as writer:
-        for number in (1, 2):
-            save(writer, number)
-            writer.wait(f"step-{number}")
-    assert job.url is not None
-    (segment,) = (Path(job.url) / "step-2").glob("__0_0-*.distcp")
-    preadv, is_failing = os.preadv, is_passing
-
-    def fail(descriptor: int, *given: Any) -> int:
+    def read_or_fail(descriptor: int, *given: Any) -> int:
         if is_failing and Path(f"/proc/self/fd/{descriptor}").resolve() == segment:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return preadv(descriptor, *given)
 
-    if is_passing:
-        monkeypatch.setattr(os, "preadv", fail)
+    if trouble == "opening":
+        monkeypatch.setattr(opening, "_described_by", described_or_not)
+    elif trouble == "reading":
+        monkeypatch.setattr(os, "preadv", read_or_fail)
     else:
-        flip(segment, segment.read_bytes().index(_ROWS[5:9].add(2.0).numpy().tobytes()))
+        _flip_row(segment, 2.0)
     monkeypatch.setattr(look, "_LOOK_AGAIN_SECONDS", 0.1)
-    elsewhere, state, seen = Job(job.url, str(memory_root / "other"), name=None), _part(), []
-    for _ in _follow(elsewhere, state, timeout=3 if is_passing else 1):
+    state, seen = _part(), []
+    for _ in _follow(elsewhere, state, timeout=1):
         seen.append(_number(state))
         is_failing = False
-    assert seen == ([1, 2] if is_passing else [1])
+    assert seen == ([1] if trouble == "damage" else [1, 2])
 
 
 def _follow_with_an_outage(job: Job) -> tuple[int, list[str]]:
@@ -787,23 +649,17 @@ def _follow_with_an_outage(job: Job) -> tuple[int, list[str]]:
     logging.getLogger("dcp_mem").addHandler(handler)
     StorageSource.read_into = read_or_fail  # type: ignore[method-assign, assignment]
     look._LOOK_AGAIN_SECONDS = 0.1
-    mesh = init_device_mesh("cpu", (2,))
-    state = {
-        "sharded": DTensor.from_local(torch.zeros(30, 10), mesh, [Shard(0)]),
-        "nested": {"step": -1},
-    }
+    state = _columns()
     next(iter(_follow(job, state)))
     return _number(state), [one for one in said if "trying again" in one]
 
 
 def test_a_storage_that_doesn_t_answer_during_a_load_is_asked_again_by_all_ranks(
-    job: Job, memory_root: Path
+    job: Job, elsewhere: Job
 ) -> None:
-    with job.writer(agent="thread") as writer:
-        save(writer, 1)
-    elsewhere = Job(job.url, str(memory_root / "other"), name=None)
-    with forking(_follow_with_an_outage, 2, elsewhere) as ranks:
-        first, second = ranks.join()
+    with _saving(job) as save_all:
+        save_all(1)
+    first, second = forked_ranks(_follow_with_an_outage, 2, elsewhere)
     assert (first[0], second[0]) == (1, 1)
     assert first[1], "storage was not missed"
     assert len(first[1]) == len(second[1])
@@ -815,11 +671,10 @@ def test_a_storage_that_doesn_t_answer_during_a_load_is_asked_again_by_all_ranks
 def test_it_waits_for_a_run_that_doesn_t_exist_yet_and_ends_with_it(job: Job, notes: Path) -> None:
     with forking(_follow_to_the_end, None, job, notes) as follower:
         wait_until((notes / "following").exists)
-        with _training(job, notes, persist=dcp_mem.every_n_saves(2)) as trainer:
+        with _saving(job, persist=dcp_mem.every_n_saves(2)) as save_all:
             for number in (1, 2):
-                trainer.save(number)
+                save_all(number)
                 wait_until((notes / f"has-{number}").exists)
-            trainer.end()
         assert follower.join() == [[1, 2]]
 
 
@@ -832,20 +687,13 @@ def _follow_to_the_end(job: Job, notes: Path) -> list[int]:
     return seen
 
 
-def test_the_last_checkpoint_of_a_run_that_has_ended_comes_and_then_the_end(job: Job) -> None:
-    with job.writer(agent="thread") as writer:
-        save(writer, 1)
-        save(writer, 2)
-    for only_durable in (False, True):
-        follower = _follow(job, until_ended=True, only_durable=only_durable, timeout=None)
-        assert [one.name for one in follower] == ["step-2"]
-
-
-def test_the_last_durable_checkpoint_comes_though_storage_was_silent_at_the_end(
+def test_the_last_checkpoint_of_a_run_comes_and_then_the_end_though_storage_was_silent(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with job.writer(agent="thread") as writer:
-        save(writer, 1)
+    with _saving(job) as save_all:
+        save_all(1, 2)
+    ended: dict[str, Any] = {"until_ended": True, "timeout": None}
+    assert [one.name for one in _follow(job, **ended)] == ["step-2"]
     failures: list[str] = []
 
     def names_or_none(storage: Storage) -> list[str]:
@@ -855,84 +703,63 @@ def test_the_last_durable_checkpoint_comes_though_storage_was_silent_at_the_end(
         return checkpoint_names(storage)
 
     monkeypatch.setattr("dcp_mem.loading.watch.checkpoint_names", names_or_none)
-    follower = _follow(job, until_ended=True, only_durable=True)
-    assert [one.name for one in follower] == ["step-1"]
+    assert [one.name for one in _follow(job, only_durable=True, **ended)] == ["step-2"]
 
 
 def test_memory_of_an_earlier_run_doesn_t_end_the_one_that_goes_on_elsewhere(
-    job: Job, memory_root: Path, notes: Path
+    job: Job, memory_root: Path
 ) -> None:
-    with job.writer(agent="thread") as writer:
-        save(writer, 1)
-    elsewhere = Job(job.url, str(memory_root / "other"))
-    with _training(elsewhere, notes) as trainer:
-        trainer.save(2)
+    with _saving(job) as save_all:
+        save_all(1)
+    with _saving(Job(job.url, str(memory_root / "other"))) as save_all:
+        save_all(2)
         wait_until(lambda: "step-2" in committed_in(Path(job.url or "")))
-        follower = _follow(job, until_ended=True, timeout=0.5)
         begun = time.monotonic()
+        follower = _follow(job, until_ended=True, timeout=0.5)
         assert [one.name for one in follower] == ["step-2"]
         assert time.monotonic() - begun >= 0.5, "it has ended with the earlier run"
-        trainer.end()
 
 
-def test_without_a_new_checkpoint_in_time_it_ends(memory_job: Job) -> None:
-    with memory_job.writer() as writer:
-        save(writer, 1)
-        assert [one.name for one in _follow(memory_job, timeout=0.1)] == ["step-1"]
-
-
-def test_nothing_in_time_is_an_error_that_says_where_it_looked(job: Job) -> None:
-    with Job(None, job.memory, name="neighbour").writer() as writer:
-        save(writer, 1)
-        with pytest.raises(WaitTimeout) as error:
-            list(_follow(job, timeout=0.1))
-    for part in (str(job.url), job.memory, "job job", "neighbour", "memory_root="):
-        assert part in str(error.value)
-    assert not job.directory.exists()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_surveys_at_each_look_keep_no_follower_from_its_end(job: Job, ranks: int) -> None:
-    ends = forked_ranks(_follow_with_long_pauses, ranks, job, timeout=20)
-    assert ends == [("step-1", "WaitTimeout")] * ranks
-
-
-def _follow_with_long_pauses(job: Job) -> tuple[str, str]:
-    """Follow a run that has ended, and then one that never comes, with a survey at each look."""
-    look._LOOK_AGAIN_SECONDS = 0.01
-    options: dict[str, Any] = {"poll_seconds": 0.05, "until_ended": True}
-    with job.writer(agent="thread") as writer:
-        save(writer, 1)
-    (followed,) = _follow(job, timeout=None, **options)
-    with pytest.raises(WaitTimeout) as error:
-        list(_follow(Job(None, job.memory, name="none"), timeout=0.5, **options))
-    return followed.name, type(error.value).__name__
-
-
-def test_surveys_that_find_nothing_leave_a_follower_its_time(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What stays in memory is news each time, and nothing for a follower of durable ones."""
-    monkeypatch.setattr(look.Lookout, "_is_survey_due", lambda *_: True)
-    with job.writer(persist=False) as writer:
-        save(writer, 1)
-        with pytest.raises(WaitTimeout):
-            list(_follow(job, only_durable=True, timeout=0.5))
-
-
-def test_nothing_for_some_time_is_said_once(
+def test_nothing_in_time_is_said_once_and_an_error_that_says_where_it_looked(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(look, "_COMPLAIN_SECONDS", 0.05)
-    with pytest.raises(WaitTimeout):
-        list(_follow(job, timeout=0.3))
+    with _saving(Job(None, job.memory, name="neighbour")) as save_all:
+        save_all(1)
+        with pytest.raises(WaitTimeout) as error:
+            list(_follow(job, timeout=0.3))
+    for part in (str(job.url), job.memory, "job job", "neighbour", "memory_root="):
+        assert part in str(error.value)
+    assert not job.directory.exists()
     said = [one for one in caplog.records if "waiting for it" in one.getMessage()]
     assert len(said) == 1
 
 
-def test_a_job_of_another_root_is_refused(job: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
+def test_surveys_at_each_look_keep_no_follower_from_its_end(job: Job, ranks: int) -> None:
+    ends = forked_ranks(_follow_with_a_survey_each_time, ranks, job, timeout=60)
+    assert ends == ["step-1"] * ranks
+
+
+def _follow_with_a_survey_each_time(job: Job) -> str:
+    """A run that has ended, one that never comes, and one of which nothing becomes durable."""
+    look._LOOK_AGAIN_SECONDS = 0.0
     with job.writer(agent="thread") as writer:
         save(writer, 1)
+    (followed,) = _follow(job, timeout=None, until_ended=True)
+    with pytest.raises(WaitTimeout):
+        list(_follow(Job(None, job.memory, name="none"), timeout=0.3, until_ended=True))
+    kept = Job(f"{job.url}-kept", job.memory, name="kept")
+    with kept.writer(persist=False) as writer:
+        save(writer, 1)
+        with pytest.raises(WaitTimeout):
+            list(_follow(kept, only_durable=True, timeout=0.3))
+    return followed.name
+
+
+def test_a_job_of_another_root_is_refused(job: Job, tmp_path: Path) -> None:
+    with _saving(job) as save_all:
+        save_all(1)
     other = Job(str(tmp_path / "another-run"), job.memory, name=job.name)
     with pytest.raises(ConfigError, match=r"is that of .*/run, not of .*/another-run"):
         list(_follow(other))
@@ -942,8 +769,8 @@ def test_a_job_of_another_root_is_refused(job: Job, tmp_path: Path) -> None:
 
 
 def test_a_memory_root_that_others_may_write_to_is_refused(memory_job: Job) -> None:
-    with memory_job.writer() as writer:
-        save(writer, 1)
+    with _saving(memory_job) as save_all:
+        save_all(1)
         os.chmod(memory_job.memory, 0o777)
         try:
             with pytest.raises(MemoryRootRefused):
@@ -952,17 +779,10 @@ def test_a_memory_root_that_others_may_write_to_is_refused(memory_job: Job) -> N
             os.chmod(memory_job.memory, 0o700)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"timeout": -1.0}, {"poll_seconds": 0.0}, {"only_durable": True}],
-    ids=lambda options: next(iter(options)),
-)
-def test_arguments_that_can_t_work_are_refused(memory_job: Job, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        _follow(memory_job, **options)
-
-
-def test_a_file_in_the_place_of_the_root_is_an_error_at_once(memory_root: Path) -> None:
+def test_arguments_that_can_t_work_are_refused(memory_job: Job, memory_root: Path) -> None:
+    for options in ({"timeout": -1.0}, {"poll_seconds": 0.0}, {"only_durable": True}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            _follow(memory_job, **options)
     path = memory_root / "file"
     path.write_text("")
     path.chmod(0o600)
@@ -982,14 +802,14 @@ with open(sys.argv[2], "a") as file:
 
 
 def _command(job: Job, *arguments: str) -> list[str]:
-    words = [sys.executable, "-m", "dcp_mem.cli.main", "follow", job.url or "-"]
-    return [*words, "--memory-root", job.memory, "--job", job.name or "", *arguments]
+    places = ["--memory-root", job.memory, "--job", job.name or ""]
+    return ["follow", job.url or "-", *places, "--every", "0.05", *arguments]
 
 
 @contextlib.contextmanager
 def _started(job: Job, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     with subprocess.Popen(
-        _command(job, "--every", "0.05", *arguments),
+        [sys.executable, "-m", "dcp_mem.cli.main", *_command(job, *arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -1001,11 +821,8 @@ def _started(job: Job, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
             process.kill()
 
 
-def _run(job: Job, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    words = _command(job, "--every", "0.05", *arguments)
-    return subprocess.run(
-        words, capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False
-    )
+def _run(job: Job, *arguments: str) -> Result:
+    return CliRunner().invoke(main, _command(job, *arguments))
 
 
 @pytest.mark.parametrize(
@@ -1022,14 +839,13 @@ def test_exec_runs_a_program_on_each_new_checkpoint_that_torch_s_readers_load(
     script, found = notes / "evaluate.py", notes / "found"
     script.write_text(_LOAD)
     command = f"{sys.executable} -W ignore {script} {{path}} {found} {{name}}/{{step}}"
-    with _training(job, notes) as trainer:
-        trainer.save(1)
+    with _saving(job) as save_all:
+        save_all(1)
         with _started(follower, "--exec", command, "--times", "2") as process:
             wait_until(found.exists)
-            trainer.save(2)
+            save_all(2)
             out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
-        trainer.end()
     assert found.read_text().splitlines() == ["step-1/1 1", "step-2/2 2"]
     assert [line.split()[0] for line in out.splitlines()] == ["step-1", "step-2"]
     assert not _links_of(job)
@@ -1039,35 +855,22 @@ def test_exec_that_fails_is_said_and_the_next_checkpoint_comes(
     memory_job: Job, notes: Path
 ) -> None:
     command = f"sh -c 'test \"$2\" = step-2 || exit 3; touch {notes}/done' sh {{path}} {{name}}"
-    with _training(memory_job, notes) as trainer:
-        trainer.save(1)
-        with _started(memory_job, "--exec", command, "--times", "2", "--json") as process:
-            assert process.stdout is not None
-            first = json.loads(process.stdout.readline())
-            trainer.save(2)
-            second = json.loads(process.stdout.readline())
-            process.wait(60)
-        trainer.end()
-    assert (first["name"], first["exit_code"]) == ("step-1", 3)
-    assert (second["name"], second["exit_code"]) == ("step-2", 0)
-    assert (notes / "done").exists()
-    assert process.returncode == 1
-
-
-def test_a_failing_exec_is_told_to_people(memory_job: Job) -> None:
-    with memory_job.writer() as writer:
-        save(writer, 1)
-        result = _run(memory_job, "--exec", "false {path}", "--times", "1")
-    assert result.returncode == 1
-    assert "step-1: false ended with exit code 1" in result.stderr
-
-
-def test_a_metric_that_is_no_number_is_null_in_json(memory_job: Job) -> None:
     with memory_job.writer() as writer:
         writer.annotate_next_save(step=1, metrics={"loss": float("nan"), "accuracy": 0.5})
         save(writer, 1)
-        result = _run(memory_job, "--times", "1", "--json")
-    assert json.loads(result.stdout)["metrics"] == {"loss": None, "accuracy": 0.5}
+        told = _run(memory_job, "--exec", "false {path}", "--times", "1")
+        with _started(memory_job, "--exec", command, "--times", "2", "--json") as process:
+            assert process.stdout is not None
+            first = json.loads(process.stdout.readline())
+            save(writer, 2)
+            second = json.loads(process.stdout.readline())
+            process.wait(60)
+    assert "step-1: false ended with exit code 1" in told.stderr
+    assert (first["name"], first["exit_code"]) == ("step-1", 3)
+    assert first["metrics"] == {"loss": None, "accuracy": 0.5}, "JSON has no NaN"
+    assert (second["name"], second["exit_code"]) == ("step-2", 0)
+    assert (notes / "done").exists()
+    assert told.exit_code == process.returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -1144,7 +947,7 @@ def test_links_outlive_a_killed_follower_for_as_long_as_its_command_runs(
 )
 def test_wrong_input_is_one_line(job: Job, arguments: Sequence[str], code: int, said: str) -> None:
     result = _run(job, *arguments)
-    assert result.returncode == code, result.stderr
+    assert result.exit_code == code, result.stderr
     assert said in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -1211,15 +1014,15 @@ def test_the_guide_s_evaluator_follows_a_training_that_is_killed_and_started_aga
     (tmp_path / "train.py").write_text(_TRAINER)
     root = str(tmp_path / "run")
     with running_python(*TORCHRUN, tmp_path / "evaluate.py", root) as evaluator:
-        killed = {"DCP_MEM_FAULTS": "stage.copied:kill:8"}
+        killed = {"DCP_MEM_FAULTS": "stage.copied:kill:4"}
         trainer = (*TORCHRUN, tmp_path / "train.py", root)
-        first = run_python(*trainer, "30", "0.5", timeout=150, env=killed)
+        first = run_python(*trainer, "30", "0.3", timeout=150, env=killed)
         assert first.returncode != 0, first.stdout
-        second = run_python(*trainer, "16", "0.5", timeout=150)
+        second = run_python(*trainer, "8", "0.3", timeout=150)
         assert second.returncode == 0, second.stdout
         evaluated, _ = evaluator.communicate(timeout=60)
     assert evaluator.returncode == 0, evaluated
     found, trained = _losses(evaluated), _losses(first.stdout) | _losses(second.stdout)
     assert found == {step: trained[step] for step in found}
-    assert max(found) == 16
+    assert max(found) == 8
     assert min(found) <= max(_losses(first.stdout)), "it followed the second life alone"

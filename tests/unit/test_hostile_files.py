@@ -19,7 +19,6 @@ from dcp_mem import DcpMemError, ManifestInvalid, SizeRefused, UntrustedMetadata
 from dcp_mem.common.values import Transfer
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import catalog_of
-from dcp_mem.format.exports import ExportRecord, ExportRecords
 from dcp_mem.format.manifest import (
     FlushRecord,
     Manifest,
@@ -31,6 +30,7 @@ from dcp_mem.format.manifest import (
 from dcp_mem.format.metadata import read_metadata
 from dcp_mem.format.records import Record
 from dcp_mem.format.sizes import refuse_greedy_pickle, refuse_packed_stream
+from dcp_mem.memory.exports import ExportRecord, ExportRecords
 from dcp_mem.policy.parity import Share, Stripe
 from tests.support.checkpoints import hostile
 
@@ -127,7 +127,7 @@ _RECORDS: list[Record] = [
     ReplicationRecord(save_id="0"),
     Resumes(),
     StripeRecord("0", _STRIPE, (1, 2)),
-    ExportRecords((ExportRecord(name="n", save_id="0", step=1),), ("0",)),
+    ExportRecords(records=(ExportRecord(name="n", save_id="0", step=1),)),
 ]
 
 
@@ -150,7 +150,7 @@ def test_any_other_record_is_read_or_refused(record: Record, data: st.DataObject
         (_RECORDS[0], {"colour": 1}, r"misnames a field \(colour\)"),
         (_RECORDS[3], {"stripe": None}, "stripe: of type NoneType, not fields"),
         (_RECORDS[3], {"crc32c": {}}, "crc32c: of type dict, not list"),
-        (_RECORDS[4], {"seen": [1]}, "seen: of type int, not str"),
+        (_RECORDS[4], {"passed": "1"}, "passed: of type str, not int"),
     ],
 )
 def test_a_record_with_a_field_of_another_kind_is_refused_by_its_name(

@@ -27,11 +27,6 @@ def failing(name: str) -> str:
     raise RuntimeError(f"no name for {name}")
 
 
-def failing_at_length(name: str) -> str:
-    """Raises, and says more than a pipe holds."""
-    raise RuntimeError("no name among " + ", ".join(map(str, range(50_000))))
-
-
 class Names:
     """Has functions of names."""
 
