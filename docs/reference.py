@@ -133,7 +133,9 @@ def _signature(node: Definition, name: str) -> str:
         if init is not None and "Error" not in bases:
             return f"{head}\n{_signature(init, name)}"
         fields = [
-            ast.unparse(one) for one in node.body if isinstance(one, (ast.AnnAssign, ast.Assign))
+            ast.unparse(one) + getattr(one, "comment", "")
+            for one in node.body
+            if isinstance(one, (ast.AnnAssign, ast.Assign)) and not ast.unparse(one).startswith("_")
         ]
         return "\n    ".join([head + (":" if fields else ""), *fields])
     arguments = ast.parse(ast.unparse(node)).body[0]
@@ -252,7 +254,14 @@ def _path(module: str) -> Path:
 
 
 def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    """Parse a module; fields keep the comments at the ends of their lines."""
+    text = path.read_text()
+    tree, lines = ast.parse(text), text.splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and node.end_lineno:
+            _, mark, comment = lines[node.end_lineno - 1].partition("  # ")
+            vars(node)["comment"] = mark + comment
+    return tree
 
 
 if __name__ == "__main__":
