@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import is_shared, leaving_on_error
@@ -25,6 +26,7 @@ from dcp_mem.following.look import Complaints, Lookout, Verdict
 from dcp_mem.loading.candidates import open_next
 from dcp_mem.loading.elect import elect_together
 from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.options import FollowOptions, takes
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.policy.following import Identity, identity, unseen
@@ -34,6 +36,7 @@ from dcp_mem.reader import RecoveryReport
 _LONGEST_NAP = 0.1
 
 
+@takes(FollowOptions)
 def follow(
     root: str | os.PathLike[str] | None,
     state_dict: dict[str, Any] | None = None,
@@ -45,7 +48,7 @@ def follow(
     weights_only: bool = True,
     skip: TensorChoice | None = None,
     process_group: dist.ProcessGroup | None = None,
-    **options: Any,
+    **options: Unpack[FollowOptions],
 ) -> Follower:
     """Follow a training run: iterate over its checkpoints as they come, the newest first.
 
@@ -82,8 +85,7 @@ def follow(
         weights_only: As in `dcp_mem.load`.
         skip: As in `dcp_mem.load`.
         process_group: The ranks that follow together; default all of this process's.
-        **options: Further arguments of `MemoryStorageReader`: memory_root, job, storage_options,
-            verify, broadcast, transport.
+        **options: Further options, as in `MemoryStorageReader`.
 
     Returns:
         What to iterate over; `stop` ends it.
@@ -127,7 +129,7 @@ class Follower:
         weights_only: bool,
         skip: TensorChoice | None,
         process_group: dist.ProcessGroup | None,
-        options: Mapping[str, Any],
+        options: FollowOptions,
     ) -> None:
         """Check the arguments; nothing is looked at yet.
 

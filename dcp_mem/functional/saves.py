@@ -193,7 +193,7 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overlap: Overlap | Optimizer | Sequence[Optimizer] | None = None,
-) -> Any:
+) -> Future[Metadata]:
     """Save as `torch.distributed.checkpoint.async_save` does: copy, return, save in the background.
 
     With a MemoryStorageWriter the state dict is copied straight into node memory, from the second
@@ -215,8 +215,8 @@ def async_save(
             next step of each of the optimizers waits for the copies; all else is copied at once.
 
     Returns:
-        What dcp.async_save returns: a future of the checkpoint's metadata. It raises what dcp.save
-        raises.
+        A future of the checkpoint's metadata, which raises what dcp.save raises. With a stager of
+        yours that returns a future itself it is torch's AsyncSaveResponse.
 
     Raises:
         ConfigError: state_dict is no dict, or storage_writer no writer; several ranks without a

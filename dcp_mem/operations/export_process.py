@@ -19,13 +19,14 @@ from typing import IO
 
 from dcp_mem.common.log import log
 from dcp_mem.common.values import ExportState
-from dcp_mem.config import Settings, settings
+from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, DcpMemError
 from dcp_mem.export import HuggingFaceExport, export_of
 from dcp_mem.flushing.exporter import PAUSE, ExportTask
 from dcp_mem.flushing.metering import Throttle
 from dcp_mem.format.exports import LONGEST_ERROR, ExportRecord
 from dcp_mem.operations.huggingface_directory import Made, make_directory
+from dcp_mem.options import settings
 from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.retry import RetryPolicy

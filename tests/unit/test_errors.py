@@ -15,7 +15,12 @@ _ERRORS = [
     for one in map(dcp_mem.__dict__.get, dcp_mem.__all__)
     if isinstance(one, type) and issubclass(one, DcpMemError)
 ]
-_EXAMPLES = {"rank": 3, "needed_bytes": 1 << 31, "limit_bytes": 1 << 30, "claimed_bytes": 1 << 30}
+_EXAMPLES: dict[str, object] = {
+    "rank": 3,
+    "needed_bytes": 1 << 31,
+    "limit_bytes": 1 << 30,
+    "claimed_bytes": 1 << 30,
+}
 _EXAMPLES |= {"held_bytes": 5, "generation": 2, "retry_after": 0.5}
 _LISTS = {"reasons": ["a"], "available": ["b", "b"], "lacking": ["c"], "failures": [(1, "d")]}
 
