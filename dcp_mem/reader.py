@@ -101,11 +101,7 @@ class MemoryStorageReader(StorageReader):
 
     @picklable
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a load of this checkpoint.
-
-        Args:
-            checkpoint_id: A name or a path; None loads the newest whole checkpoint.
-        """
+        """Begin a load of this checkpoint."""
         self._id = checkpoint_id
 
     # No **kwargs here: torch would take that for an offer to try again with a rank's own metadata,
@@ -159,53 +155,29 @@ class MemoryStorageReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Raise what `read_metadata` had to keep for this call, if anything.
-
-        Args:
-            metadata: What `read_metadata` returned; ignored.
-            is_coordinator: Whether DCP joins the plans on this rank.
-            *args: Ignored.
-            **kwargs: Ignored.
-        """
+        """Raise what `read_metadata` had to keep for this call, if anything."""
         self._is_coordinator = is_coordinator
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is.
-
-        Args:
-            plan: What DCP's planner wants this rank to load.
-        """
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return all ranks' plans as they are.
-
-        Args:
-            plans: One plan per rank, by rank.
-        """
+        """Return all ranks' plans as they are."""
         return plans
 
     @picklable
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's part into the planner's tensors; the future is done on return.
-
-        Args:
-            plan: What this rank reads.
-            planner: Resolves the plan's items to tensors, and takes byte items.
-        """
+        """Read this rank's part into the planner's tensors; the future is done on return."""
         self._read(*taken_over(plan, planner))
         return _completed()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this could be a checkpoint id: any text but "".
-
-        Args:
-            checkpoint_id: A name or a path.
-        """
+        """Return whether this could be a checkpoint id: any text but ""."""
         return bool(os.fspath(checkpoint_id))
 
     # -- dcp_mem.load, without DCP's driver --------------------------------------------------------

@@ -90,12 +90,7 @@ class MemoryStorageWriter(StorageWriter):
 
     @picklable
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save under this name. A name that can't be used is refused in the next call.
-
-        Args:
-            checkpoint_id: A name, or a path under the job's root; None is refused in the
-                next call.
-        """
+        """Begin a save under this name. A name that can't be used is refused in the next call."""
         self._saver.reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -119,12 +114,7 @@ class MemoryStorageWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Find out which ranks save together, and open the job's memory.
 
-        Args:
-            is_coordinator: Whether DCP joins the plans on this rank; the writer asks the process
-                group itself.
-            *args: Ignored.
-            **kwargs: `use_collectives=False` makes each rank save a checkpoint of its own;
-                others are ignored.
+        `use_collectives=False` makes each rank save a checkpoint of its own.
         """
         calls = self._saver.calls
         calls.save = None
@@ -138,19 +128,12 @@ class MemoryStorageWriter(StorageWriter):
             raise
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is.
-
-        Args:
-            plan: What DCP's planner wants this rank to save.
-        """
+        """Return the plan as it is."""
         return plan
 
     @picklable
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Take note of all ranks' plans, on the coordinator; they stay as they are.
-
-        Args:
-            plans: One plan per rank, by rank.
 
         Raises:
             ConfigError: DCP saves with another number of ranks than the writer's process group has.
@@ -167,12 +150,7 @@ class MemoryStorageWriter(StorageWriter):
 
     @picklable
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Save this rank's part; on return the checkpoint is complete in memory, on all nodes.
-
-        Args:
-            plan: What this rank writes, as DCP's global plan has it.
-            planner: Resolves the plan's items to tensors and bytes.
-        """
+        """Save this rank's part; on return the checkpoint is complete in memory, on all nodes."""
         begun = self._saver.calls.begun()
         with leaving_on_error(begun.context.ranks), collector_paused():
             if begun.own is not None:
@@ -187,12 +165,7 @@ class MemoryStorageWriter(StorageWriter):
 
     @picklable
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Fill in the metadata that dcp.save returns; republish if the checkpoint has another.
-
-        Args:
-            metadata: DCP's metadata of the global plan; its storage data is filled in.
-            results: What `write_data` returned, one list per rank, by rank.
-        """
+        """Fill in the metadata that dcp.save returns; republish if the checkpoint has another."""
         with collector_paused():
             begun, calls = self._saver.calls.begun(), self._saver.calls
             calls.save, calls.name = None, None
@@ -210,11 +183,7 @@ class MemoryStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this could be a checkpoint id.
-
-        Args:
-            checkpoint_id: Any name or path but "".
-        """
+        """Return whether this could be a checkpoint id: any name or path but ""."""
         return bool(os.fspath(checkpoint_id))
 
     # -- DCP's AsyncStager: dcp.async_save has the writer stage what it saves ----------------------

@@ -378,7 +378,7 @@ class CheckpointManager:
         *,
         progress: bool = True,
     ) -> None:
-        """Block until a step's checkpoint has reached a state.
+        """Block until a step's checkpoint has reached a state, as `MemoryStorageWriter.wait` does.
 
         Args:
             step: The training step; None for the newest checkpoint that is meant to reach the
@@ -388,10 +388,7 @@ class CheckpointManager:
             progress: Show progress on standard error if that is a terminal.
 
         Raises:
-            WaitTimeout: The time ran out.
-            FlushFailed: Storage refused the checkpoint, or it left memory before it was durable.
-            ReplicationFailed: The checkpoint gets no copies.
-            CheckpointNotFound: There is no such checkpoint.
+            DcpMemError: As from `MemoryStorageWriter.wait`.
         """
         name = None if step is None else f"step-{_number(step)}"
         started = time.monotonic()
@@ -469,17 +466,8 @@ class CheckpointManager:
     ) -> None:
         """Wait until storage has what it should have, then give back memory.
 
-        The newest checkpoint goes to storage as well, whichever saves `persist=` has chosen; only
-        persist=False keeps it in memory. What `keep_memory` keeps stays in memory, for a restart.
-        Closing twice is fine.
-
-        Args:
-            flush: False doesn't wait for storage; the agent goes on flushing. What this process has
-                under way is waited for: a save, copies to other nodes, checksums for 10 s at most.
-            progress: Show progress on standard error if that is a terminal.
-            persist_newest: False leaves the newest checkpoint to `persist=`, like any other.
-            keep_slots: For a restart within the process, as for `MemoryStorageWriter.close`; an
-                exception that leaves the `with` block does that.
+        It does what `MemoryStorageWriter.close` does, with its arguments, and ends all that the
+        manager has under way. Closing twice is fine.
 
         Raises:
             FlushFailed: Storage refuses a checkpoint, which stays in memory (logged with
