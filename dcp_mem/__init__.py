@@ -51,8 +51,10 @@ if TYPE_CHECKING:
     from dcp_mem.functional.loads import load
     from dcp_mem.functional.saves import async_save, save
     from dcp_mem.manager.checkpoint_manager import CheckpointManager
+    from dcp_mem.manager.options import ManagerOptions
     from dcp_mem.manager.saved import Saved
     from dcp_mem.operations.housekeeping import Reclaimed, collect_orphans, delete, reclaim
+    from dcp_mem.options import ReaderOptions, WriterOptions
     from dcp_mem.reader import MemoryStorageReader
     from dcp_mem.saving.overlap import Overlap
     from dcp_mem.serving import Served, serve
@@ -69,6 +71,9 @@ _LAZY = {
     "follow": "dcp_mem.following.follower",
     "CheckpointManager": "dcp_mem.manager.checkpoint_manager",
     "HuggingFaceExport": "dcp_mem.export",
+    "ManagerOptions": "dcp_mem.manager.options",
+    "ReaderOptions": "dcp_mem.options",
+    "WriterOptions": "dcp_mem.options",
     "Saved": "dcp_mem.manager.saved",
     "Orphan": "dcp_mem.flushing.orphans",
     "MemoryStorageReader": "dcp_mem.reader",
@@ -104,6 +109,7 @@ __all__ = [
     "Follower",
     "HuggingFaceExport",
     "JobInUse",
+    "ManagerOptions",
     "ManifestInvalid",
     "MemoryBudgetExceeded",
     "MemoryRootRefused",
@@ -117,6 +123,7 @@ __all__ = [
     "Parity",
     "Persist",
     "RankFailed",
+    "ReaderOptions",
     "Reclaimed",
     "ReplicationFailed",
     "Retention",
@@ -134,6 +141,7 @@ __all__ = [
     "UntrustedMetadata",
     "UntrustedObject",
     "WaitTimeout",
+    "WriterOptions",
     "advice",
     "any_of",
     "async_save",
@@ -153,6 +161,10 @@ __all__ = [
     "save",
     "serve",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Arguments and environment variables, checked once and turned into `Settings`."""
+"""`Settings`, names and paths, and what environment variables say; `options.py` has the options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from dcp_mem.common.azure_urls import abfs_url
 from dcp_mem.common.values import HISTORIES, RECOVERIES, RESUMES
 from dcp_mem.errors import ConfigError, kind_of
-from dcp_mem.policy.persistence import Persist, persist_policy
+from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.redundancy import Redundancy
-from dcp_mem.policy.retention import KeepLast, Retention, retention, with_newest
+from dcp_mem.policy.retention import KeepLast, Retention
 
 OnFull = Literal["wait", "skip", "raise"]
 OnSlowStorage = Literal["newest", "all"]
@@ -154,157 +154,6 @@ class Settings:
         return self.on_slow_storage == "all"
 
 
-def settings(
-    path: str | os.PathLike[str] | None,
-    *,
-    memory_root: str | os.PathLike[str] | None = None,
-    job: str | None = None,
-    persist: bool | Persist = True,
-    keep_memory: int | Retention = 2,
-    keep_storage: int | Retention | None = None,
-    memory_limit: int | str | None = None,
-    on_full: str = "wait",
-    on_slow_storage: str = "newest",
-    storage_options: Mapping[str, Any] | None = None,
-    overwrite: bool = True,
-    agent: str = "process",
-    upload_limit: int | str | None = None,
-    replicas: int | None = None,
-    redundancy: Parity | None = None,
-    failure_domain: str | Callable[[], str] | None = None,
-    on_replication: str = "wait",
-    on_nonfinite: str = "ignore",
-    reuse_stored: bool = True,
-    transport: str | None = None,
-    export: ExportOrder | None = None,
-    storage_mode: int | None = None,
-) -> Settings:
-    """Check the arguments of `MemoryStorageWriter` and fill in the defaults.
-
-    `path`: the job's root on storage: an fsspec URL, or a plain path; None for memory only. `job`:
-    name of the job's memory directory; default from path, else from TORCHELASTIC_RUN_ID or
-    SLURM_JOB_ID. `keep_storage`: which checkpoints stay on storage: a number or a policy; None for
-    all. `memory_limit`: bytes, or a text such as "64GiB"; default $DCP_MEM_MEMORY_LIMIT, else None.
-    `overwrite`: whether a save may replace a checkpoint of the same name. `upload_limit`: bytes per
-    second, or such a text; default $DCP_MEM_UPLOAD_LIMIT, else None. `failure_domain`: a text, or a
-    callable that returns one; default $DCP_MEM_FAILURE_DOMAIN, else "". `storage_mode`: mode of
-    files in a directory on storage, as 0o640; default by the umask. Raises ConfigError.
-    """
-    if on_full not in ("wait", "skip", "raise"):
-        raise ConfigError(f"on_full={on_full!r}: choose 'wait', 'skip' or 'raise'")
-    if on_slow_storage not in ("newest", "all"):
-        raise ConfigError(f"on_slow_storage={on_slow_storage!r}: choose 'newest' or 'all'")
-    if on_replication not in ("wait", "skip", "cancel"):
-        raise ConfigError(f"on_replication={on_replication!r}: choose 'wait', 'skip' or 'cancel'")
-    if on_nonfinite not in ("ignore", "warn", "reject"):
-        raise ConfigError(f"on_nonfinite={on_nonfinite!r}: choose 'ignore', 'warn' or 'reject'")
-    if agent not in ("process", "thread"):
-        raise ConfigError(f"agent={agent!r}: choose 'process' or 'thread'")
-    if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise ConfigError(
-            f"storage_options is {kind_of(storage_options)}: give a mapping, as fsspec takes it"
-        )
-    url = root_url(path)
-    if storage_mode is not None:
-        _refuse_mode(storage_mode, agent)
-    if export is not None:
-        _refuse_unexportable(url, agent, export)
-    return Settings(
-        url=url,
-        memory_root=memory_root_path(memory_root),
-        job=job_name(job, url),
-        persist=persist_policy(persist if url is not None else False),
-        keep_memory=_bounded_in_number(retention(keep_memory, "keep_memory")),
-        keep_storage=None if keep_storage is None else retention(keep_storage, "keep_storage"),
-        memory_limit=_bytes_or_none("memory_limit", memory_limit),
-        on_full=on_full,  # type: ignore[arg-type]
-        on_slow_storage=on_slow_storage,  # type: ignore[arg-type]
-        storage_options=dict(storage_options or {}),
-        overwrite=overwrite,
-        agent=agent,  # type: ignore[arg-type]
-        upload_limit=_bytes_or_none("upload_limit", upload_limit),
-        redundancy=_redundancy(replicas, redundancy),
-        failure_domain=_failure_domain(failure_domain),
-        on_replication=on_replication,  # type: ignore[arg-type]
-        replication_timeout=_seconds_from("DCP_MEM_REPLICATION_TIMEOUT", 120.0),
-        on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
-        reuse_stored=reuse_stored,
-        transport=_transport(transport),
-        export=export,
-        storage_mode=storage_mode,
-    )
-
-
-def _refuse_mode(mode: object, agent: str) -> None:
-    if type(mode) is not int or mode & 0o600 != 0o600 or mode & ~0o666:
-        given = oct(mode) if type(mode) is int else repr(mode)
-        raise ConfigError(f"storage_mode={given}: give a mode of files, as 0o640 or 0o664")
-    if agent != "process":
-        raise ConfigError("storage_mode= needs agent='process': a thread has its process's umask")
-
-
-def _refuse_unexportable(url: str | None, agent: str, export: ExportOrder) -> None:
-    """Refuse an export that nobody would make: a process beside the agent makes it."""
-    if agent != "process":
-        raise ConfigError("export= needs agent='process': a process beside the agent exports")
-    if url is None:
-        raise ConfigError(
-            "export= needs a path: give one, and persist=False with of='complete' for checkpoints "
-            "that are to stay in memory"
-        )
-    if url.rstrip("/") == export.to.rstrip("/"):
-        raise ConfigError(f"export= to {export.to}, the job's own root: give another directory")
-
-
-def _bounded_in_number(policy: Retention) -> Retention:
-    """Refuse a policy that keeps ever more checkpoints; let others also keep the newest."""
-    if policy.most is None:
-        raise ConfigError(
-            f"keep_memory={policy}: memory would fill up with every so many steps for ever; give "
-            "that to keep_storage, and a number, "
-            f"keep_last(n) or keep_best(metric, n) here"
-        )
-    return with_newest(policy)
-
-
-def _redundancy(replicas: int | None, redundancy: object) -> Redundancy:
-    """Return the parity, or the copies: of the argument, else of $DCP_MEM_REPLICAS, else none."""
-    if redundancy is not None:
-        if not isinstance(redundancy, Parity) or replicas:
-            raise ConfigError(
-                f"redundancy={redundancy!r}: give dcp_mem.parity(k), and no replicas= beside it"
-            )
-        return Redundancy(parity=parity(redundancy.k).k)
-    if replicas is None:
-        text = os.environ.get("DCP_MEM_REPLICAS") or "0"
-        replicas = int(text) if text.isdecimal() else -1
-    if type(replicas) is not int or replicas < 0:
-        raise ConfigError(
-            f"replicas={replicas!r} (or DCP_MEM_REPLICAS): give a whole number of copies on other "
-            "nodes, 0 for none"
-        )
-    return Redundancy(copies=replicas)
-
-
-def _failure_domain(given: str | Callable[[], str] | None) -> str:
-    """Return the argument, else $DCP_MEM_FAILURE_DOMAIN, else "" (the node alone)."""
-    domain = given() if callable(given) else given
-    if domain is None:
-        domain = os.environ.get("DCP_MEM_FAILURE_DOMAIN", "")
-    if not isinstance(domain, str):
-        raise ConfigError(
-            f"failure_domain={domain!r}: give a text, such as the name of the rack, or a callable "
-            "that returns one"
-        )
-    return domain
-
-
-def _transport(given: str | None) -> str:
-    """Return the argument, else $DCP_MEM_TRANSPORT, else "gloo"."""
-    choice = given if given is not None else os.environ.get("DCP_MEM_TRANSPORT") or "gloo"
-    return transport_point(choice).name
-
-
 def transport_point(name: str) -> EntryPoint:
     """Return what loads a transport: one of ours, else one that another package offers.
 
@@ -326,7 +175,7 @@ def exchange_timeout() -> float:
 
     Raises ConfigError.
     """
-    return _seconds_from("DCP_MEM_TIMEOUT", 600.0)
+    return seconds_from("DCP_MEM_TIMEOUT", 600.0)
 
 
 def wait_warning() -> float:
@@ -334,11 +183,11 @@ def wait_warning() -> float:
 
     Raises ConfigError.
     """
-    return _seconds_from("DCP_MEM_WAIT_WARNING", 30.0)
+    return seconds_from("DCP_MEM_WAIT_WARNING", 30.0)
 
 
-def _seconds_from(variable: str, default: float) -> float:
-    """Return the seconds that an environment variable gives."""
+def seconds_from(variable: str, default: float) -> float:
+    """Return the seconds that an environment variable gives. Raises ConfigError."""
     text = os.environ.get(variable) or str(default)
     try:
         seconds = float(text)
@@ -347,12 +196,6 @@ def _seconds_from(variable: str, default: float) -> float:
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"{variable}={text!r}: give a number of seconds above 0")
     return seconds
-
-
-def _bytes_or_none(argument: str, given: int | str | None) -> int | None:
-    """Return the bytes of an argument, else of its environment variable, else None."""
-    limit = given if given is not None else os.environ.get(f"DCP_MEM_{argument.upper()}") or None
-    return None if limit is None else parse_bytes(limit, argument)
 
 
 def parse_bytes(size: int | str, argument: str) -> int:

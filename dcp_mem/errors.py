@@ -20,7 +20,8 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
 
 _MOST_LISTED = 10
 """Checkpoints that an error names."""
@@ -34,6 +35,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 class DcpMemError(Exception):
     """Base of everything that dcp_mem raises on purpose."""
 
+    # Most are dataclasses: their fields are `args`, by which they are pickled, and fill `_text`.
+    _text: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in fields(self) if one.init]  # type: ignore[arg-type]
+        for name in names:
+            if isinstance(value := getattr(self, name), list):
+                setattr(self, name, tuple(value))
+        self.args = tuple(getattr(self, name) for name in names)
+
+    def __str__(self) -> str:
+        return self._text.format(**vars(self)) if self._text else super().__str__()
+
 
 # -- change the arguments or the machine ----------------------------------------------------------
 
@@ -42,125 +56,94 @@ class ConfigError(DcpMemError, ValueError):
     """An argument or an environment variable can't be used; the text says what to give instead."""
 
 
+@dataclass(eq=False, repr=False)
 class MemoryRootRefused(DcpMemError, PermissionError):
     """The memory root isn't safe to use: it is someone else's, a symlink, or writable by others.
 
     Give another `memory_root=`, on a tmpfs and reached without symlinks.
-
-    Args:
-        path: The memory root.
-        reason: Why it was refused.
     """
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path, self.reason = path, reason
-
-    def __str__(self) -> str:
-        return (
-            f"memory root {self.path} refused: {self.reason}. Give memory_root= (or DCP_MEM_ROOT) "
-            "a directory of your own, "
-            f"reached without symlinks, on a tmpfs."
-        )
+    path: str
+    reason: str
+    _text = (
+        "memory root {path} refused: {reason}. Give memory_root= (or DCP_MEM_ROOT) a directory of "
+        "your own, reached without symlinks, on a tmpfs."
+    )
 
 
+@dataclass(eq=False, repr=False)
 class MemoryUnavailable(DcpMemError, OSError):
     """There is no usable tmpfs for the memory root.
 
     Mount one there, or give another `memory_root=`.
-
-    Args:
-        path: The memory root.
-        reason: Why it can't be used.
     """
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path, self.reason = path, reason
-
-    def __str__(self) -> str:
-        return (
-            f"memory root {self.path} can't be used: {self.reason}. Mount a tmpfs there "
-            "(mount -t tmpfs -o size=…,huge=within_size tmpfs DIR), or give memory_root= a "
-            "directory on one."
-        )
+    path: str
+    reason: str
+    _text = (
+        "memory root {path} can't be used: {reason}. Mount a tmpfs there "
+        "(mount -t tmpfs -o size=…,huge=within_size tmpfs DIR), or give memory_root= a "
+        "directory on one."
+    )
 
 
+@dataclass(eq=False, repr=False)
 class JobInUse(DcpMemError, BlockingIOError):
     """Another running process group saves under this job's name on this node.
 
     End that run, or give this one another `job=` or path.
-
-    Args:
-        job: The job.
-        holder: The process that holds it.
     """
 
-    def __init__(self, job: str, holder: str) -> None:
-        super().__init__(job, holder)
-        self.job, self.holder = job, holder
-
-    def __str__(self) -> str:
-        return (
-            f"job {self.job!r} is in use by {self.holder}. End that run, or give this one another "
-            "job= (or path). With dcp_mem.serve, have each program serve a directory of its own."
-        )
+    job: str
+    holder: str  # the process that holds it
+    _text = (
+        "job {job!r} is in use by {holder}. End that run, or give this one another "
+        "job= (or path). With dcp_mem.serve, have each program serve a directory of its own."
+    )
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointExists(DcpMemError, FileExistsError):
     """With `overwrite=False`, a checkpoint of this name exists already.
 
     Choose another checkpoint id, delete the old checkpoint, or pass `overwrite=True`.
-
-    Args:
-        checkpoint: The checkpoint id.
-        where: "memory", or the storage's URL.
     """
 
-    def __init__(self, checkpoint: str, where: str) -> None:
-        super().__init__(checkpoint, where)
-        self.checkpoint, self.where = checkpoint, where
-
-    def __str__(self) -> str:
-        return (
-            f"Checkpoint already exists: {self.checkpoint!r} exists already in {self.where} and "
-            "overwrite=False: choose another checkpoint_id, delete the old one, or pass "
-            "overwrite=True."
-        )
+    checkpoint: str
+    where: str  # "memory", or the storage's URL
+    _text = (
+        "Checkpoint already exists: {checkpoint!r} exists already in {where} and "
+        "overwrite=False: choose another checkpoint_id, delete the old one, or pass "
+        "overwrite=True."
+    )
 
 
 # -- save less, or give it more room --------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class MemoryBudgetExceeded(DcpMemError, MemoryError):
     """A checkpoint doesn't fit into the memory budget; no older one was harmed.
 
     Raise the limit, keep fewer checkpoints, save less often, or choose another `on_full=`; the text
     says which of these help.
-
-    Args:
-        needed_bytes: What the save needs on this node.
-        limit_bytes: What it may use.
-        what: What was to be stored.
     """
 
-    def __init__(self, needed_bytes: int, limit_bytes: int, what: str) -> None:
-        super().__init__(needed_bytes, limit_bytes, what)
-        self.needed_bytes, self.limit_bytes, self.what = needed_bytes, limit_bytes, what
+    needed_bytes: int  # what the save needs on this node
+    limit_bytes: int  # what it may use
+    what: str  # what was to be stored
 
     def __str__(self) -> str:
         if self.needed_bytes <= self.limit_bytes:
             return (
                 f"{self.what}. Storage takes them more slowly than they come: save or persist less "
-                "often "
-                "(persist=every_n_saves(n)), raise keep_memory=, or choose on_full='wait' or "
+                "often (persist=every_n_saves(n)), raise keep_memory=, or choose on_full='wait' or "
                 "'skip'."
             )
         return (
             f"{self.what}: {gib(self.needed_bytes)} needed, {gib(self.limit_bytes)} allowed. Raise "
-            "memory_limit or the "
-            "tmpfs size, lower keep_memory=, or choose on_full='skip', or 'wait' where a flush "
-            "will make room."
+            "memory_limit or the tmpfs size, lower keep_memory=, or choose on_full='skip', or "
+            "'wait' where a flush will make room."
         )
 
 
@@ -171,46 +154,32 @@ class WaitTimeout(DcpMemError, TimeoutError):
     """The awaited state wasn't reached in time; the work goes on, and can be waited for again."""
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointInUse(DcpMemError, BlockingIOError):
     """A checkpoint that was to be deleted is being read.
 
     Try again when the reader is done, or pass `force=True`.
-
-    Args:
-        checkpoint: The checkpoint id.
-        where: The storage's URL.
     """
 
-    def __init__(self, checkpoint: str, where: str) -> None:
-        super().__init__(checkpoint, where)
-        self.checkpoint, self.where = checkpoint, where
-
-    def __str__(self) -> str:
-        return (
-            f"somebody is reading checkpoint {self.checkpoint!r} in {self.where}: try again when "
-            "that is done, or pass "
-            f"force=True (a reader that was killed counts for a day)"
-        )
+    checkpoint: str
+    where: str
+    _text = (
+        "somebody is reading checkpoint {checkpoint!r} in {where}: try again when that is done, or "
+        "pass force=True (a reader that was killed counts for a day)"
+    )
 
 
+@dataclass(eq=False, repr=False)
 class StorageUnavailable(DcpMemError, ConnectionError):
     """Storage didn't answer, or answered that it can't now; trying again later may help.
 
     The agent tries again by itself.
-
-    Args:
-        url: The storage.
-        reason: What happened.
-        retry_after: Seconds for which storage asked for no requests; 0.0 where it didn't say.
     """
 
-    def __init__(self, url: str, reason: str, retry_after: float = 0.0) -> None:
-        super().__init__(url, reason)
-        self.args = (url, reason, retry_after)
-        self.url, self.reason, self.retry_after = url, reason, retry_after
-
-    def __str__(self) -> str:
-        return f"storage {self.url} is unavailable: {self.reason}"
+    url: str
+    reason: str
+    retry_after: float = 0.0  # seconds for which storage asked for no requests
+    _text = "storage {url} is unavailable: {reason}"
 
 
 class CredentialsExpired(StorageUnavailable):
@@ -220,119 +189,87 @@ class CredentialsExpired(StorageUnavailable):
 # -- mend storage or the network; training can go on ----------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class StorageRefused(DcpMemError, PermissionError):
     """Storage said no: credentials, missing bucket, read-only, already there. Retrying won't help.
 
     Change what storage objects to, then try again.
-
-    Args:
-        url: The storage.
-        reason: What it said.
     """
 
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(url, reason)
-        self.url, self.reason = url, reason
-
-    def __str__(self) -> str:
-        return f"storage {self.url} refused: {self.reason}"
+    url: str
+    reason: str
+    _text = "storage {url} refused: {reason}"
 
 
+@dataclass(eq=False, repr=False)
 class StorageTaken(StorageRefused):
     """A newer run of the job has taken the storage; this one neither commits nor deletes there.
 
     Its checkpoints stay in memory. End one of the two runs; the one that starts last has the
     storage.
-
-    Args:
-        url: The storage.
-        generation: The newer run's.
-        holder: Who that is.
     """
 
-    def __init__(self, url: str, generation: int, holder: str) -> None:
-        reason = (
-            f"a newer run has taken it (generation {generation}: {holder}). This run stays in "
-            "memory. Give each run a root of its own, or end one of them. With dcp_mem.serve, have "
-            "each program serve a directory of its own"
+    reason: str = field(init=False)
+    generation: int  # the newer run's
+    holder: str
+
+    def __post_init__(self) -> None:
+        self.reason = (
+            f"a newer run has taken it (generation {self.generation}: {self.holder}). This run "
+            "stays in memory. Give each run a root of its own, or end one of them. With "
+            "dcp_mem.serve, have each program serve a directory of its own"
         )
-        super().__init__(url, reason)
-        self.args = (url, generation, holder)
-        self.generation, self.holder = generation, holder
+        super().__post_init__()
 
 
+@dataclass(eq=False, repr=False)
 class FlushFailed(DcpMemError):
     """A checkpoint didn't become durable; it is still in memory unless the text says otherwise.
 
     Training can go on; the text says what to mend.
-
-    Args:
-        checkpoint: The checkpoint id.
-        reason: What happened.
     """
 
-    def __init__(self, checkpoint: str, reason: str) -> None:
-        super().__init__(checkpoint, reason)
-        self.checkpoint, self.reason = checkpoint, reason
-
-    def __str__(self) -> str:
-        return f"checkpoint {self.checkpoint!r} did not reach storage: {self.reason}"
+    checkpoint: str
+    reason: str
+    _text = "checkpoint {checkpoint!r} did not reach storage: {reason}"
 
 
+@dataclass(eq=False, repr=False)
 class ReplicationFailed(DcpMemError):
     """A checkpoint didn't get its copies on other nodes.
 
     Its own nodes hold all of it unless the text says otherwise. Training can go on; the next
     checkpoint gets copies of its own.
-
-    Args:
-        checkpoint: The checkpoint id.
-        reason: What happened.
     """
 
-    def __init__(self, checkpoint: str, reason: str) -> None:
-        super().__init__(checkpoint, reason)
-        self.checkpoint, self.reason = checkpoint, reason
-
-    def __str__(self) -> str:
-        return f"checkpoint {self.checkpoint!r} was not replicated: {self.reason}"
+    checkpoint: str
+    reason: str
+    _text = "checkpoint {checkpoint!r} was not replicated: {reason}"
 
 
 # -- load another checkpoint ----------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class NoRecoverableCheckpoint(DcpMemError, FileNotFoundError):
     """No checkpoint could be proved whole, so there is none to load.
 
     Check that path, job and memory root are those of the writer, or start anew.
-
-    Args:
-        where: Where the checkpoints were looked for.
-        reasons: A line for each candidate that was passed over, newest first.
     """
 
-    def __init__(self, where: str, reasons: Sequence[str]) -> None:
-        super().__init__(where, tuple(reasons))
-        self.where, self.reasons = where, tuple(reasons)
+    where: str  # where the checkpoints were looked for
+    reasons: Sequence[str]  # a line for each candidate that was passed over, newest first
 
     def __str__(self) -> str:
         nothing = (
-            "\n  - nothing was found at all: path=, job= and memory_root= must be those that the "
-            "writer was given"
+            "nothing was found at all: path=, job= and memory_root= must be those that the writer "
+            "was given"
         )
-        passed = "".join(f"\n  - {reason}" for reason in self.reasons) or nothing
-        return f"no recoverable checkpoint in {self.where}:{passed}"
+        return f"no recoverable checkpoint in {self.where}:{_lines(self.reasons or [nothing])}"
 
 
 class CheckpointNotFound(NoRecoverableCheckpoint):
-    """The checkpoint that was asked for can't be loaded; choose one of `available`.
-
-    Args:
-        checkpoint: The checkpoint id.
-        where: Where it was looked for.
-        available: Names of the checkpoints that can be loaded, newest first.
-        reasons: Why it can't be loaded.
-    """
+    """The checkpoint that was asked for can't be loaded; `available` can, newest first."""
 
     def __init__(
         self, checkpoint: str, where: str, available: Sequence[str], reasons: Sequence[str]
@@ -343,15 +280,12 @@ class CheckpointNotFound(NoRecoverableCheckpoint):
         self.args = (checkpoint, where, self.available, tuple(reasons))
 
     def __str__(self) -> str:
-        some = ", ".join(self.available[:_MOST_LISTED]) or "none"
-        more = len(self.available) - _MOST_LISTED
-        there = some + (f" and {more} more" if more > 0 else "")
+        there = _some(self.available, _MOST_LISTED) or "none"
         if not self.reasons:
             return f"no {self.checkpoint} in {self.where} (there are, newest first: {there})"
-        passed = "".join(f"\n  - {reason}" for reason in self.reasons)
         return (
             f"checkpoint {self.checkpoint!r} can't be loaded from {self.where} (loadable, newest "
-            f"first: {there}){passed}"
+            f"first: {there}){_lines(self.reasons)}"
         )
 
 
@@ -359,53 +293,42 @@ _RANKS = 1 << 24
 """As `names.FROZEN`: a segment's number modulo this is its rank."""
 
 
+@dataclass(eq=False, repr=False)
 class NotOfOneSave(DcpMemError):
     """A checkpoint turned out damaged while it was read, and an older one can't replace all of it.
 
     The state dict has values of the damaged one. Load into a new one, or without
     `allow_partial_load`.
-
-    Args:
-        name: The older checkpoint.
-        lacking: What it doesn't have.
     """
 
-    def __init__(self, name: str, lacking: Sequence[str]) -> None:
-        super().__init__(name, tuple(lacking))
-        self.name, self.lacking = name, tuple(lacking)
+    name: str  # the older checkpoint
+    lacking: Sequence[str]  # what it doesn't have
 
     def __str__(self) -> str:
-        some, left = ", ".join(self.lacking[:_MOST_ITEMS]), len(self.lacking) - _MOST_ITEMS
-        more = f" and {left} more" if left > 0 else ""
         return (
-            f"{self.name} lacks {some}{more}, which may have been read of a checkpoint that turned "
-            f"out to be damaged: the state dict isn't of one save. Load into a new one, or without "
-            f"allow_partial_load"
+            f"{self.name} lacks {_some(self.lacking, _MOST_ITEMS)}, which may have been read of a "
+            "checkpoint that turned out to be damaged: the state dict isn't of one save. Load into "
+            "a new one, or without allow_partial_load"
         )
 
 
+@dataclass(eq=False, repr=False)
 class SegmentCorrupt(DcpMemError):
     """Bytes that were read aren't those that were saved.
 
     A load goes on with another source, or with an older checkpoint, where there is one.
-
-    Args:
-        checkpoint: The checkpoint id.
-        rank: The segment's number: the rank that saved it, with 2**24 added for the second segment.
-        source: Where the bytes were read: "memory", a node, or the storage's URL.
-        detail: What is wrong.
     """
 
-    def __init__(self, checkpoint: str, rank: int, source: str, detail: str) -> None:
-        super().__init__(checkpoint, rank, source, detail)
-        self.checkpoint, self.rank, self.source, self.detail = checkpoint, rank, source, detail
-        self.may_pass = False  # whether they couldn't be read just now, and may be whole
+    checkpoint: str
+    rank: int  # the rank that saved the segment; with 2**24 added, its second segment
+    source: str  # where the bytes were read: "memory", a node, or the storage's URL
+    detail: str
+    may_pass = False  # whether the bytes may be whole, and can't be read just now
 
     def __str__(self) -> str:
         return (
             f"checkpoint {self.checkpoint!r}, segment of rank {self.rank % _RANKS} in "
-            f"{self.source}: "
-            f"{self.detail}"
+            f"{self.source}: {self.detail}"
         )
 
 
@@ -416,20 +339,16 @@ class ManifestInvalid(DcpMemError, ValueError):
     """
 
 
+@dataclass(eq=False, repr=False)
 class SizeRefused(DcpMemError):
     """A checkpoint claims sizes that what holds it can't have; no memory was taken for them.
 
     It is damaged, or made to exhaust memory. Load another checkpoint.
-
-    Args:
-        what: What claims a size.
-        claimed_bytes: What it claims.
-        held_bytes: What there is.
     """
 
-    def __init__(self, what: str, claimed_bytes: int, held_bytes: int) -> None:
-        super().__init__(what, claimed_bytes, held_bytes)
-        self.what, self.claimed_bytes, self.held_bytes = what, claimed_bytes, held_bytes
+    what: str  # what claims a size
+    claimed_bytes: int  # what it claims
+    held_bytes: int  # what there is
 
     def __str__(self) -> str:
         return (
@@ -438,17 +357,12 @@ class SizeRefused(DcpMemError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class StorageKeyMissing(DcpMemError, FileNotFoundError):
-    """Storage has no object of this name.
+    """Storage has no object of this name."""
 
-    Args:
-        url: The storage.
-        key: The object's name under it.
-    """
-
-    def __init__(self, url: str, key: str) -> None:
-        super().__init__(url, key)
-        self.url, self.key = url, key
+    url: str
+    key: str  # the object's name under it
 
     def __str__(self) -> str:
         return f"{self.url.rstrip('/')}/{self.key} does not exist"
@@ -457,64 +371,45 @@ class StorageKeyMissing(DcpMemError, FileNotFoundError):
 # -- decide whether to trust a checkpoint ---------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class UntrustedMetadata(DcpMemError):
     """A `.metadata` pickle names something that isn't in DCP metadata; nothing of it was run.
 
     If you trust the checkpoint, load it with torch's own readers and save it again.
-
-    Args:
-        what: What the pickle names.
     """
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
-
-    def __str__(self) -> str:
-        return (
-            f"refused to unpickle {self.what}: DCP metadata doesn't contain it. If you trust this "
-            "checkpoint, load it "
-            f"with torch's own FileSystemReader or FsspecReader and save it again."
-        )
+    what: str
+    _text = (
+        "refused to unpickle {what}: DCP metadata doesn't contain it. If you trust this "
+        "checkpoint, load it with torch's own FileSystemReader or FsspecReader and save it again."
+    )
 
 
+@dataclass(eq=False, repr=False)
 class UntrustedObject(DcpMemError):
     """An item holds more than loading with `weights_only=True` admits.
 
     If you trust the checkpoint, pass `weights_only=False` or admit the item's classes.
-
-    Args:
-        fqn: The item's flattened name.
-        reason: What torch said.
     """
 
-    def __init__(self, fqn: str, reason: str) -> None:
-        super().__init__(fqn, reason)
-        self.fqn, self.reason = fqn, reason
-
-    def __str__(self) -> str:
-        return (
-            f"{self.fqn} isn't loaded: unpickling it could run code ({self.reason}). If you trust "
-            "whoever wrote the checkpoint, "
-            "pass weights_only=False to dcp_mem.load, or admit its classes by "
-            "torch.serialization.add_safe_globals."
-        )
+    fqn: str
+    reason: str  # what torch said
+    _text = (
+        "{fqn} isn't loaded: unpickling it could run code ({reason}). If you trust whoever "
+        "wrote the checkpoint, pass weights_only=False to dcp_mem.load, or admit its classes by "
+        "torch.serialization.add_safe_globals."
+    )
 
 
 # -- look at another rank -------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class RankFailed(DcpMemError):
-    """Another rank failed, so this one stopped too; the failed ranks' own logs say more.
+    """Another rank failed, so this one stopped too; the failed ranks' own logs say more."""
 
-    Args:
-        what: What was being done.
-        failures: (rank, text) for each rank that failed.
-    """
-
-    def __init__(self, what: str, failures: Sequence[tuple[int, str]]) -> None:
-        super().__init__(what, tuple(failures))
-        self.what, self.failures = what, tuple(failures)
+    what: str  # what was being done
+    failures: Sequence[tuple[int, str]]  # (rank, text) for each rank that failed
 
     def __str__(self) -> str:
         return f"{self.what} failed: " + "; ".join(
@@ -523,6 +418,16 @@ class RankFailed(DcpMemError):
 
 
 # -- helpers --------------------------------------------------------------------------------------
+
+
+def _lines(reasons: Sequence[str]) -> str:
+    return "".join(f"\n  - {reason}" for reason in reasons)
+
+
+def _some(names: Sequence[str], most: int) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def kind_of(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from typing_extensions import Unpack
 
 from dcp_mem.comm.agreement import attempt, is_of_one_call, leaving_on_error, was_voted_on
 from dcp_mem.comm.dcp_call import (
@@ -27,7 +28,7 @@ from dcp_mem.comm.dcp_call import (
 )
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log_once
-from dcp_mem.config import checkpoint_name, settings
+from dcp_mem.config import checkpoint_name
 from dcp_mem.errors import (
     ConfigError,
     DcpMemError,
@@ -50,6 +51,7 @@ from dcp_mem.loading.plan import plan_together
 from dcp_mem.loading.report import RecoveryReport
 from dcp_mem.loading.request import LoadRequest, Places
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.options import PlaceOptions, ReaderOptions, of_kind, settings, takes
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
 from dcp_mem.policy.election import RecoveryPlan
@@ -57,6 +59,7 @@ from dcp_mem.saving.overlap import wait_for_copies
 from dcp_mem.storage.routes import open_storage
 
 
+@takes(ReaderOptions)
 class MemoryStorageReader(StorageReader):
     """DCP's storage reader for what `MemoryStorageWriter` or torch's own writers have saved.
 
@@ -69,16 +72,7 @@ class MemoryStorageReader(StorageReader):
 
     Args:
         path: The job's root on storage, an fsspec URL or a plain path; None for memory alone.
-        memory_root: The memory root; default `DCP_MEM_ROOT`, else `/dev/shm/dcp_mem-<uid>`.
-        job: Name of the job's memory directory; by default from path, else from
-            `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID`.
-        storage_options: Passed to fsspec as they are.
-        verify: Hold what is read, from wherever, against its checksums, where they have been made.
-        broadcast: Have storage give each byte once, instead of once for each node; nodes send each
-            other what several of them need.
-        record: Leave a line about each load in `recoveries.jsonl`.
-        transport: What moves bytes between nodes, as in `MemoryStorageWriter`.
-        process_group: The ranks that load together; by default those of the `dcp.load` call.
+        **options: As in `ReaderOptions`.
 
     Raises:
         ConfigError: Arguments that can't work.
@@ -87,28 +81,14 @@ class MemoryStorageReader(StorageReader):
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
-        *,
-        memory_root: str | os.PathLike[str] | None = None,
-        job: str | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        verify: bool = True,
-        broadcast: bool = False,
-        record: bool = True,
-        transport: str | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        **options: Unpack[ReaderOptions],
     ) -> None:
         super().__init__()
-        self.settings = settings(
-            path,
-            memory_root=memory_root,
-            job=job,
-            storage_options=storage_options,
-            transport=transport,
-        )
-        self._verify = verify
-        self._across_nodes = broadcast
-        self._leaves_record = record
-        self._process_group = process_group
+        self.settings = settings(path, **of_kind(PlaceOptions, options))
+        self._verify = options.get("verify", True)
+        self._across_nodes = options.get("broadcast", False)
+        self._leaves_record = options.get("record", True)
+        self._process_group = options.get("process_group")
         self._id: str | os.PathLike[str] | None = None
         self._load: LoadAttempt | None = None
         self._opened: OpenCheckpoint | None = None
@@ -121,11 +101,7 @@ class MemoryStorageReader(StorageReader):
 
     @picklable
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a load of this checkpoint.
-
-        Args:
-            checkpoint_id: A name or a path; None loads the newest whole checkpoint.
-        """
+        """Begin a load of this checkpoint."""
         self._id = checkpoint_id
 
     # No **kwargs here: torch would take that for an offer to try again with a rank's own metadata,
@@ -179,53 +155,29 @@ class MemoryStorageReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Raise what `read_metadata` had to keep for this call, if anything.
-
-        Args:
-            metadata: What `read_metadata` returned; ignored.
-            is_coordinator: Whether DCP joins the plans on this rank.
-            *args: Ignored.
-            **kwargs: Ignored.
-        """
+        """Raise what `read_metadata` had to keep for this call, if anything."""
         self._is_coordinator = is_coordinator
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is.
-
-        Args:
-            plan: What DCP's planner wants this rank to load.
-        """
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return all ranks' plans as they are.
-
-        Args:
-            plans: One plan per rank, by rank.
-        """
+        """Return all ranks' plans as they are."""
         return plans
 
     @picklable
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's part into the planner's tensors; the future is done on return.
-
-        Args:
-            plan: What this rank reads.
-            planner: Resolves the plan's items to tensors, and takes byte items.
-        """
+        """Read this rank's part into the planner's tensors; the future is done on return."""
         self._read(*taken_over(plan, planner))
         return _completed()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this could be a checkpoint id: any text but "".
-
-        Args:
-            checkpoint_id: A name or a path.
-        """
+        """Return whether this could be a checkpoint id: any text but ""."""
         return bool(os.fspath(checkpoint_id))
 
     # -- dcp_mem.load, without DCP's driver --------------------------------------------------------
@@ -343,6 +295,10 @@ class MemoryStorageReader(StorageReader):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        chosen = self.settings
+        return f"<{type(self).__name__} {chosen.url or 'memory only'}, job {chosen.job}>"
 
     # -- details -----------------------------------------------------------------------------------
 

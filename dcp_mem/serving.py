@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType, TracebackType
 from typing import Any
+
+from typing_extensions import Unpack
 
 from dcp_mem.comm.dcp_choice import Choice, install
 from dcp_mem.common.log import log
 from dcp_mem.config import is_checkpoint_name, root_url
 from dcp_mem.errors import ConfigError, DcpMemError, WaitTimeout
 from dcp_mem.operations.flush import flush_now
+from dcp_mem.options import ReaderOptions, ServeOptions, WriterOptions, of_kind, takes
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.runtime.session import open_session
 from dcp_mem.writer import MemoryStorageWriter
-
-_WRITERS = frozenset(inspect.signature(MemoryStorageWriter).parameters) - {"path"}
-_READERS = frozenset(inspect.signature(MemoryStorageReader).parameters) - {"path"}
 
 
 class ServedWriter(MemoryStorageWriter):
@@ -42,23 +41,12 @@ class Served:
         writer: What saves go through: for `wait`, `status` and `annotate_next_save`.
     """
 
-    def __init__(self, root: str, options: Mapping[str, Any]) -> None:
-        """Make the writer.
-
-        Args:
-            root: As an absolute path or URL.
-            options: Any of a writer's and of a reader's.
-
-        Raises:
-            ConfigError: The options can't work.
-        """
+    def __init__(self, root: str, options: ServeOptions) -> None:
+        """Make the writer. Raises ConfigError."""
         self.root = root
-        self._options = dict(options)
-        self._for_readers = {name: options[name] for name in options if name in _READERS}
-        self.writer: MemoryStorageWriter = ServedWriter(
-            root, **{name: options[name] for name in options if name in _WRITERS}
-        )
-        MemoryStorageReader(root, **self._for_readers)  # Bad options raise now.
+        self._options = options
+        self._for_readers = of_kind(ReaderOptions, options)
+        self.writer: MemoryStorageWriter = ServedWriter(root, **of_kind(WriterOptions, options))
         self._real_root = "" if "://" in root else os.path.realpath(root)
         self._home = os.getpid()
         self._noted: set[str] = set()
@@ -156,7 +144,7 @@ class _ServedRank:
     """
 
     def __init__(
-        self, function: Callable[..., Any], roots: Sequence[tuple[str, Mapping[str, Any]]]
+        self, function: Callable[..., Any], roots: Sequence[tuple[str, ServeOptions]]
     ) -> None:
         self._function, self._roots = function, roots
 
@@ -188,7 +176,10 @@ _put_back: Callable[[], bool] | None = None  # None: torch has its own functions
 _guard = threading.Lock()
 
 
-def serve(root: str | os.PathLike[str], *, flush_seconds: float = 60.0, **options: Any) -> Served:
+@takes(ServeOptions)
+def serve(
+    root: str | os.PathLike[str], *, flush_seconds: float = 60.0, **options: Unpack[ServeOptions]
+) -> Served:
     """Have DCP calls that name only a path below this root go through dcp_mem.
 
     That is `dcp.save`, `dcp.async_save` and `dcp.load` with `checkpoint_id=` and without a writer
@@ -204,8 +195,8 @@ def serve(root: str | os.PathLike[str], *, flush_seconds: float = 60.0, **option
         root: The directory or fsspec URL that the checkpoints' paths begin with.
         flush_seconds: How long to wait for what an earlier run has left in this node's memory to
             get to storage, so that a script that lists the root finds it; 0 doesn't wait.
-        **options: Any argument of MemoryStorageWriter, and of MemoryStorageReader for loads. Here
-            `on_slow_storage` is "all" by default: each path that was saved gets to storage.
+        **options: Any of `WriterOptions`, and of `ReaderOptions` for loads. Here `on_slow_storage`
+            is "all" by default: each path that was saved gets to storage.
 
     Returns:
         What ends it. A root that is served already with the same options gives the same object.
@@ -215,15 +206,11 @@ def serve(root: str | os.PathLike[str], *, flush_seconds: float = 60.0, **option
             chooses its writers in another way.
     """
     global _all_served, _put_back
-    if unknown := sorted(set(options) - _WRITERS - _READERS):
-        raise ConfigError(
-            f"{unknown[0]}= is no argument of MemoryStorageWriter or MemoryStorageReader"
-        )
     url = root_url(root)
     if url is None:
         raise ConfigError("root=None: give the directory or URL that the checkpoints lie in")
     # A program that names its paths expects each of them to be there.
-    options = {"on_slow_storage": "all", **options}
+    options.setdefault("on_slow_storage", "all")
     with _guard:
         earlier = next((one for one in _all_served if one.root == url), None)
         if earlier is not None:

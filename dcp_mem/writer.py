@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, cast
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
+from typing_extensions import Unpack
 
 from dcp_mem.comm.agreement import leaving_on_error
 from dcp_mem.comm.dcp_call import (
@@ -30,20 +31,10 @@ from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.progress_bar import progress_bar
 from dcp_mem.common.values import CheckpointStatus, SaveInfo, State
-from dcp_mem.config import (
-    ExportOrder,
-    Parity,
-    Settings,
-    checked_metrics,
-    checked_step,
-    checkpoint_name,
-    settings,
-)
-from dcp_mem.errors import ConfigError, picklable
-from dcp_mem.export import HuggingFaceExport, order_of
-from dcp_mem.planning.tensor_choice import TensorChoice, tensor_rule
-from dcp_mem.policy.persistence import Persist
-from dcp_mem.policy.retention import Retention
+from dcp_mem.config import Settings, checked_metrics, checked_step, checkpoint_name
+from dcp_mem.errors import ConfigError, DcpMemError, picklable
+from dcp_mem.options import SaveOptions, WriterOptions, of_kind, settings, takes
+from dcp_mem.planning.tensor_choice import tensor_rule
 from dcp_mem.runtime import states
 from dcp_mem.runtime.session import close_session, open_session
 from dcp_mem.saving.ahead import raise_if_refused, staged_in, stands_for_staged
@@ -60,6 +51,7 @@ _RETURN_SECONDS = 0.001
 """Time for `dcp.async_save` to return in, before the save in the background does anything."""
 
 
+@takes(WriterOptions)
 class MemoryStorageWriter(StorageWriter):
     """Saves checkpoints into node memory (tmpfs) and has them flushed to storage behind training.
 
@@ -70,62 +62,7 @@ class MemoryStorageWriter(StorageWriter):
     Args:
         path: The job's root on storage, an fsspec URL or a plain path. None keeps checkpoints in
             memory only.
-        memory_root: The memory root; default DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>.
-        job: Name of the job's memory directory; by default from path, else from TORCHELASTIC_RUN_ID
-            or SLURM_JOB_ID.
-        persist: Which saves go to storage: True, False, every_n_saves(n), every_n_steps(n) or
-            every_seconds(seconds). The coordinator decides.
-        replicas: Copies of each segment in other nodes' memory, made behind training; default
-            DCP_MEM_REPLICAS, else 0. Where there are fewer other nodes, as many as there are.
-        redundancy: parity(k) instead of replicas: parity over groups of k + 1 nodes, from which any
-            one node of a group comes back, at 1/k of the memory of a copy.
-        failure_domain: What fails together with this node (a rack, say), as a text or a callable
-            that returns one; default DCP_MEM_FAILURE_DOMAIN, else the node alone. Copies go to
-            other domains where there are any.
-        on_replication: What a save does while an older checkpoint's copies are still under way:
-            "wait" for them, "skip" its own, or "cancel" them. The same on all ranks.
-        transport: What moves copies between nodes: "gloo"; "nixl" (RDMA, or the memory of one
-            machine), or gloo where that doesn't work; "auto", which is nixl where both nodes have a
-            card that does RDMA; or another package's. Default DCP_MEM_TRANSPORT, else "gloo". The
-            same on all ranks.
-        keep_memory: Complete checkpoints that stay in memory: a number, or a policy of `keep_last`,
-            `keep_best`, `any_of`. One more is staged beside them.
-        keep_storage: Checkpoints that stay on storage: the same, where `keep_every` may be one of
-            them; None keeps all. Applied after each commit, to what dcp_mem wrote under path; never
-            to the newest checkpoint, nor to one that is being read.
-        memory_limit: Bytes (or "64GiB") that the job may occupy on a node; default
-            DCP_MEM_MEMORY_LIMIT, else what the tmpfs has room for; how many checkpoints stay is up
-            to keep_memory.
-        on_full: What a save does when memory is full: "wait" for the flush to free a slot, "skip"
-            the save, or "raise" MemoryBudgetExceeded. The same on all ranks. Where no flush could
-            free a slot, "wait" raises too.
-        on_slow_storage: What happens where saves come faster than flushes: "newest" leaves out of
-            storage what newer checkpoints overtake; with "all" none is left out, and a save waits
-            for room within the memory budget (or does what on_full says). What storage refuses
-            doesn't hold up saves.
-        storage_options: Passed to fsspec as they are. They reach the agent over a pipe, and are
-            never written down.
-        overwrite: False refuses a checkpoint id that is there already.
-        agent: "process", or "thread" for platforms that allow no second process and for file
-            systems that live in one.
-        upload_limit: Bytes (or "200MiB") per second that a node sends of this job; default
-            DCP_MEM_UPLOAD_LIMIT, else no limit.
-        on_nonfinite: "reject" marks a checkpoint with NaN or infinity in its tensors as not to be
-            resumed from, as `CheckpointManager.reject` does; "warn" logs it, "ignore" doesn't look.
-            Looked at behind training, beside the checksums.
-        reuse_stored: What hasn't changed since the newest checkpoint on storage isn't sent again:
-            storage copies it, as far as it can (S3, directories, Azure). False sends all of each
-            checkpoint.
-        frozen: Tensors that don't change from save to save: names or patterns ("model.base.*") of
-            the flattened state dict, or a function of name and tensor. Checkpoints share one copy
-            of them in memory, and on other nodes with `replicas`. Each save checks whether they
-            still are as they were, and copies them again where they aren't. With parity it has no
-            effect.
-        export: What is made of checkpoints for other programs, behind training and in the agent's
-            free time: a `HuggingFaceExport`.
-        storage_mode: Mode of the files that the agent makes in a directory on storage, as 0o640;
-            directories get x where files get r. By default as this process's umask has it.
-        process_group: The ranks that save together; by default those of the dcp.save call.
+        **options: As in `WriterOptions`.
 
     Raises:
         ConfigError: The arguments can't work; raised before anything is saved.
@@ -137,71 +74,23 @@ class MemoryStorageWriter(StorageWriter):
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
-        *,
-        memory_root: str | os.PathLike[str] | None = None,
-        job: str | None = None,
-        persist: bool | Persist = True,
-        replicas: int | None = None,
-        redundancy: Parity | None = None,
-        failure_domain: str | Callable[[], str] | None = None,
-        on_replication: str = "wait",
-        transport: str | None = None,
-        keep_memory: int | Retention = 2,
-        keep_storage: int | Retention | None = None,
-        memory_limit: int | str | None = None,
-        on_full: str = "wait",
-        on_slow_storage: str = "newest",
-        storage_options: Mapping[str, Any] | None = None,
-        overwrite: bool = True,
-        agent: str = "process",
-        upload_limit: int | str | None = None,
-        on_nonfinite: str = "ignore",
-        reuse_stored: bool = True,
-        frozen: TensorChoice | None = None,
-        export: HuggingFaceExport | None = None,
-        storage_mode: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        **options: Unpack[WriterOptions],
     ) -> None:
         super().__init__()
-        checked = settings(
-            path,
-            memory_root=memory_root,
-            job=job,
-            persist=persist,
-            keep_memory=keep_memory,
-            keep_storage=keep_storage,
-            memory_limit=memory_limit,
-            on_full=on_full,
-            on_slow_storage=on_slow_storage,
-            storage_options=storage_options,
-            overwrite=overwrite,
-            agent=agent,
-            upload_limit=upload_limit,
-            replicas=replicas,
-            redundancy=redundancy,
-            failure_domain=failure_domain,
-            on_replication=on_replication,
-            transport=transport,
-            on_nonfinite=on_nonfinite,
-            reuse_stored=reuse_stored,
-            export=_order(export),
-            storage_mode=storage_mode,
-        )
+        frozen, group = options.pop("frozen", None), options.pop("process_group", None)
+        checked = settings(path, **of_kind(SaveOptions, options))
         self.settings = replace(checked, **self._of_kind)
         _check_that_it_can_be_flushed(self.settings)
-        self._saver = Saver(self.settings, process_group, tensor_rule("frozen", frozen))
+        if (export := options.get("export")) is not None:
+            refuse_unusable(export.to, export.storage_options or {}, is_flushed_elsewhere=True)
+        self._saver = Saver(self.settings, group, tensor_rule("frozen", frozen))
         self._dcp_plans = DcpPlanTracker()
 
     # -- DCP's contract, in the order of its calls -------------------------------------------------
 
     @picklable
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save under this name. A name that can't be used is refused in the next call.
-
-        Args:
-            checkpoint_id: A name, or a path under the job's root; None is refused in the
-                next call.
-        """
+        """Begin a save under this name. A name that can't be used is refused in the next call."""
         self._saver.reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -225,12 +114,7 @@ class MemoryStorageWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Find out which ranks save together, and open the job's memory.
 
-        Args:
-            is_coordinator: Whether DCP joins the plans on this rank; the writer asks the process
-                group itself.
-            *args: Ignored.
-            **kwargs: `use_collectives=False` makes each rank save a checkpoint of its own;
-                others are ignored.
+        `use_collectives=False` makes each rank save a checkpoint of its own.
         """
         calls = self._saver.calls
         calls.save = None
@@ -244,19 +128,12 @@ class MemoryStorageWriter(StorageWriter):
             raise
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is.
-
-        Args:
-            plan: What DCP's planner wants this rank to save.
-        """
+        """Return the plan as it is."""
         return plan
 
     @picklable
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Take note of all ranks' plans, on the coordinator; they stay as they are.
-
-        Args:
-            plans: One plan per rank, by rank.
 
         Raises:
             ConfigError: DCP saves with another number of ranks than the writer's process group has.
@@ -273,12 +150,7 @@ class MemoryStorageWriter(StorageWriter):
 
     @picklable
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Save this rank's part; on return the checkpoint is complete in memory, on all nodes.
-
-        Args:
-            plan: What this rank writes, as DCP's global plan has it.
-            planner: Resolves the plan's items to tensors and bytes.
-        """
+        """Save this rank's part; on return the checkpoint is complete in memory, on all nodes."""
         begun = self._saver.calls.begun()
         with leaving_on_error(begun.context.ranks), collector_paused():
             if begun.own is not None:
@@ -293,12 +165,7 @@ class MemoryStorageWriter(StorageWriter):
 
     @picklable
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Fill in the metadata that dcp.save returns; republish if the checkpoint has another.
-
-        Args:
-            metadata: DCP's metadata of the global plan; its storage data is filled in.
-            results: What `write_data` returned, one list per rank, by rank.
-        """
+        """Fill in the metadata that dcp.save returns; republish if the checkpoint has another."""
         with collector_paused():
             begun, calls = self._saver.calls.begun(), self._saver.calls
             calls.save, calls.name = None, None
@@ -316,11 +183,7 @@ class MemoryStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this could be a checkpoint id.
-
-        Args:
-            checkpoint_id: Any name or path but "".
-        """
+        """Return whether this could be a checkpoint id: any name or path but ""."""
         return bool(os.fspath(checkpoint_id))
 
     # -- DCP's AsyncStager: dcp.async_save has the writer stage what it saves ----------------------
@@ -511,6 +374,12 @@ class MemoryStorageWriter(StorageWriter):
     ) -> None:
         self.close(flush=kind is None, keep_slots=kind is not None)
 
+    def __repr__(self) -> str:
+        newest, chosen = "", self.settings
+        with suppress(DcpMemError, OSError):
+            newest = next((f", newest {one.name}" for one in self.status()), "")
+        return f"<{type(self).__name__} {chosen.url or 'memory only'}, job {chosen.job}{newest}>"
+
     # -- inside ------------------------------------------------------------------------------------
 
     def _promote_newest(self) -> frozenset[str]:
@@ -544,15 +413,6 @@ class MemoryStorageWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_dcp_plans": DcpPlanTracker()}
-
-
-def _order(export: HuggingFaceExport | None) -> ExportOrder | None:
-    if export is None:
-        return None
-    if not isinstance(export, HuggingFaceExport):
-        raise ConfigError(f"export={export!r}: give a dcp_mem.HuggingFaceExport")
-    refuse_unusable(export.to, export.storage_options or {}, is_flushed_elsewhere=True)
-    return order_of(export)
 
 
 def _check_that_it_can_be_flushed(chosen: Settings) -> None:

@@ -100,10 +100,28 @@ def _rendered(section: Section) -> Iterator[str]:
     for name in section.names:
         node = found[name]
         yield f"### {section.prefix}.{name}\n"
+        node = _with_bases(node, found)
         yield f"```\n{_signature(node, name)}\n```\n"
         yield f"{_prose(_doc(node))}\n"
         if isinstance(node, ast.ClassDef):
             yield from _members(node)
+
+
+def _with_bases(node: Definition, found: dict[str, Definition]) -> Definition:
+    """Options with those of their bases in the same module: their fields, and what these mean."""
+    if not isinstance(node, ast.ClassDef) or not node.name.endswith("Options"):
+        return node
+    own = _doc(node).partition("\n\nAttributes:\n")
+    fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+    described = own[2]
+    for base in reversed(node.bases):
+        if ast.unparse(base) in found:
+            inherited = _with_bases(found[ast.unparse(base)], found)
+            assert isinstance(inherited, ast.ClassDef)
+            fields = [one for one in inherited.body if isinstance(one, ast.AnnAssign)] + fields
+            described = f"{_doc(inherited).partition('Attributes:')[2].strip(chr(10))}\n{described}"
+    doc = ast.Expr(ast.Constant(f"{own[0]}\n\nAttributes:\n{described}"))
+    return ast.ClassDef(node.name, node.bases, [], [doc, *fields], [])
 
 
 def _members(node: ast.ClassDef) -> Iterator[str]:
@@ -133,7 +151,9 @@ def _signature(node: Definition, name: str) -> str:
         if init is not None and "Error" not in bases:
             return f"{head}\n{_signature(init, name)}"
         fields = [
-            ast.unparse(one) for one in node.body if isinstance(one, (ast.AnnAssign, ast.Assign))
+            ast.unparse(one) + getattr(one, "comment", "")
+            for one in node.body
+            if isinstance(one, (ast.AnnAssign, ast.Assign)) and not ast.unparse(one).startswith("_")
         ]
         return "\n    ".join([head + (":" if fields else ""), *fields])
     arguments = ast.parse(ast.unparse(node)).body[0]
@@ -234,6 +254,7 @@ def _rank(module: str) -> tuple[int, str]:
         "saving",
         "writer",
         "reader",
+        "options",
         "train_state",
         "policy",
         "config",
@@ -252,7 +273,14 @@ def _path(module: str) -> Path:
 
 
 def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    """Parse a module; fields keep the comments at the ends of their lines."""
+    text = path.read_text()
+    tree, lines = ast.parse(text), text.splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and node.end_lineno:
+            _, mark, comment = lines[node.end_lineno - 1].partition("  # ")
+            vars(node)["comment"] = mark + comment
+    return tree
 
 
 if __name__ == "__main__":

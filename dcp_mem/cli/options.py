@@ -14,8 +14,9 @@ import click
 
 from dcp_mem.cli.screen import Screen
 from dcp_mem.common.log import log
-from dcp_mem.config import Settings, settings
+from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError
+from dcp_mem.options import settings
 from dcp_mem.storage import Storage
 from dcp_mem.storage.retry import RetryPolicy
 from dcp_mem.storage.routes import open_storage

@@ -261,7 +261,7 @@ def _broadcast(ranks: Ranks, what: str, attempted: Attempted[T] | None) -> T:
     error = None if attempted is None else attempted.error
     failures: Failures = () if error is None else ((0, described(error)),)
     if isinstance(error, RankFailed) and error.failures:  # it names the ranks that failed
-        failures = error.failures
+        failures = tuple(error.failures)
     values = () if attempted is None else attempted._values
     values, failures = ranks.broadcast((values, failures))
     if failures:

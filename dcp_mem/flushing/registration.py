@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dcp_mem.common.files import umask
@@ -35,7 +35,7 @@ for one kind of storage."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A job whose checkpoints are to be flushed.
+    """A job whose checkpoints are to be flushed; what `Settings` has as well means the same.
 
     Options and environment may hold secrets: they stay in memory and out of `repr`.
     """
@@ -77,24 +77,11 @@ class Registration:
 
     def has_same_destination(self, other: Registration) -> bool:
         """Return whether both reach the same storage in the same way."""
-        return self._destination() == other._destination()
+        return self._destination == other._destination
 
-    def _destination(self) -> Registration:
-        return replace(
-            self,
-            now=False,
-            overwrite=False,
-            upload_limit=None,
-            nodes=None,
-            keep_storage=None,
-            persists_all=False,
-            on_nonfinite="ignore",
-            reuse_stored=True,
-            run="",
-            export=None,
-            shows_history=False,
-            umask=0,
-        )
+    @property
+    def _destination(self) -> tuple[object, ...]:
+        return self.job, self.url, self.storage_options, self.environment
 
 
 def registration_of(
@@ -111,22 +98,17 @@ def registration_of(
     itself.
     """
     assert settings.url is not None
+    of_settings = {
+        one.name: getattr(settings, one.name)
+        for one in fields(Registration)
+        if hasattr(settings, one.name)
+    }
     return Registration(
-        job=settings.job,
-        url=settings.url,
-        overwrite=settings.overwrite,
-        storage_options=settings.storage_options,
+        **of_settings,
         environment=credential_environment(),
         now=now,
-        upload_limit=settings.upload_limit,
         nodes=nodes,
-        keep_storage=settings.keep_storage,
-        persists_all=settings.persists_all,
-        on_nonfinite=settings.on_nonfinite,
-        reuse_stored=settings.reuse_stored,
         run=run,
-        export=settings.export,
-        shows_history=settings.shows_history,
         umask=umask() if settings.storage_mode is None else umask_for(settings.storage_mode),
     )
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import is_shared, known_to_all, leaving_on_error
@@ -24,6 +25,7 @@ from dcp_mem.following.look import Lookout
 from dcp_mem.loading.candidates import open_next
 from dcp_mem.loading.elect import elect_together
 from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.options import FollowOptions, takes
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.policy.following import Identity, identity, unseen
@@ -33,6 +35,7 @@ from dcp_mem.reader import RecoveryReport
 _LONGEST_NAP = 0.1
 
 
+@takes(FollowOptions)
 def follow(
     root: str | os.PathLike[str] | None,
     state_dict: dict[str, Any] | None = None,
@@ -44,7 +47,7 @@ def follow(
     weights_only: bool = True,
     skip: TensorChoice | None = None,
     process_group: dist.ProcessGroup | None = None,
-    **options: Any,
+    **options: Unpack[FollowOptions],
 ) -> Follower:
     """Follow a training run: iterate over its checkpoints as they come, the newest first.
 
@@ -81,8 +84,7 @@ def follow(
         weights_only: As in `dcp_mem.load`.
         skip: As in `dcp_mem.load`.
         process_group: The ranks that follow together; default all of this process's.
-        **options: Further arguments of `MemoryStorageReader`: memory_root, job, storage_options,
-            verify, broadcast, transport.
+        **options: Further options, as in `MemoryStorageReader`.
 
     Returns:
         What to iterate over; `stop` ends it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.watch import StorageWatch
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.links import LinkedCheckpoint
+from dcp_mem.options import FollowOptions
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
 from dcp_mem.storage import Storage
@@ -35,7 +35,7 @@ class HoldingReader(MemoryStorageReader):
         self,
         root: str | os.PathLike[str] | None,
         process_group: dist.ProcessGroup | None,
-        options: Mapping[str, Any],
+        options: FollowOptions,
     ) -> None:
         super().__init__(root, process_group=process_group, record=False, **options)
         self._memory: JobMemory | None = None

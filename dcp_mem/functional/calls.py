@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -10,9 +11,18 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from typing_extensions import TypedDict
 
 from dcp_mem.comm.dcp_errors import cause_of
 from dcp_mem.errors import ConfigError, kind_of
+
+
+class CallOptions(TypedDict, total=False):
+    """What saves and loads of other rooms say of a call; as in `save` and `load`."""
+
+    checkpoint_id: str | os.PathLike[str] | None
+    process_group: dist.ProcessGroup | None
+    no_dist: bool
 
 
 @contextmanager
@@ -31,19 +41,14 @@ def raised_together(error: Exception | None) -> Iterator[None]:
 
 
 @contextmanager
-def cause_raised(
-    what: str, process_group: dist.ProcessGroup | None, no_dist: bool
-) -> Iterator[None]:
-    """Raise what a CheckpointException of the block tells of, in its place.
-
-    `process_group`: its ranks; None for the default group.
-    """
+def cause_raised(what: str, call: CallOptions) -> Iterator[None]:
+    """Raise what a CheckpointException of the block tells of, in its place."""
     try:
         yield
     except CheckpointException as error:
-        if no_dist:  # for DCP, this is rank 0 then
+        if call.get("no_dist"):  # for DCP, this is rank 0 then
             raise next(iter(error.failures.values()))[0] from error
-        raise cause_of(error, process_group, what) from error
+        raise cause_of(error, call.get("process_group"), what) from error
 
 
 Raising = Callable[

@@ -14,12 +14,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
+from typing_extensions import Unpack
 
 from dcp_mem.comm.agreement import attempt
 from dcp_mem.comm.dcp_errors import raised_as_by_dcp
 from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import (
+    CallOptions,
     Raising,
     accepted_by,
     cause_raised,
@@ -96,13 +98,11 @@ def load(
 def load_or_raise_cause(
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False,
     weights_only: bool = True,
     skip: TensorChoice | None = None,
+    **call: Unpack[CallOptions],
 ) -> None:
     """Load as `load` does, and raise dcp_mem's errors as they are: no CheckpointException.
 
@@ -110,17 +110,15 @@ def load_or_raise_cause(
 
     Raises ConfigError, RankFailed, Exception.
     """
-    with cause_raised("the load", process_group, no_dist):
+    with cause_raised("the load", call):
         _load(
             raised_as_is,
             state_dict,
-            checkpoint_id=checkpoint_id,
             storage_reader=storage_reader,
             planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
             weights_only=weights_only,
             skip=skip,
+            **call,
         )
 
 
@@ -128,11 +126,11 @@ def _load(
     raising: Raising,
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: str | os.PathLike[str] | None,
+    checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: StorageReader | None,
     planner: LoadPlanner | None,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
     weights_only: bool,
     skip: TensorChoice | None,
 ) -> None:

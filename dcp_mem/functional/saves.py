@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from dcp_mem.comm import refuse_missing_group
 from dcp_mem.comm.agreement import Attempted, attempt
@@ -26,6 +27,7 @@ from dcp_mem.common.background import KeptThreads
 from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import (
+    CallOptions,
     Raising,
     accepted_by,
     cause_raised,
@@ -95,10 +97,8 @@ def save(
 def save_or_raise_cause(
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: StorageWriter | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False,
+    **call: Unpack[CallOptions],
 ) -> Metadata:
     """Save as `save` does, and raise dcp_mem's errors as they are: no CheckpointException.
 
@@ -106,26 +106,19 @@ def save_or_raise_cause(
 
     Raises RankFailed, Exception.
     """
-    with cause_raised("the save", process_group, no_dist):
-        return _save(
-            raised_as_is,
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_writer=storage_writer,
-            process_group=process_group,
-            no_dist=no_dist,
-        )
+    with cause_raised("the save", call):
+        return _save(raised_as_is, state_dict, storage_writer=storage_writer, **call)
 
 
 def _save(
     raising: Raising,
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: str | os.PathLike[str] | None,
+    checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None = None,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Metadata:
     _refuse_no_writer(storage_writer)
@@ -193,7 +186,7 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overlap: Overlap | Optimizer | Sequence[Optimizer] | None = None,
-) -> Any:
+) -> Future[Metadata]:
     """Save as `torch.distributed.checkpoint.async_save` does: copy, return, save in the background.
 
     With a MemoryStorageWriter the state dict is copied straight into node memory, from the second
@@ -215,8 +208,8 @@ def async_save(
             next step of each of the optimizers waits for the copies; all else is copied at once.
 
     Returns:
-        What dcp.async_save returns: a future of the checkpoint's metadata. It raises what dcp.save
-        raises.
+        A future of the checkpoint's metadata, which raises what dcp.save raises. With a stager of
+        yours that returns a future itself it is torch's AsyncSaveResponse.
 
     Raises:
         ConfigError: state_dict is no dict, or storage_writer no writer; several ranks without a

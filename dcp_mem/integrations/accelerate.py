@@ -16,10 +16,12 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.stateful import Stateful
+from typing_extensions import Unpack
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
 from dcp_mem.manager import CheckpointManager, Saved
+from dcp_mem.manager.options import LoopOptions
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.train_state import TrainState, rng_state, set_rng_state
 
@@ -37,7 +39,7 @@ class AcceleratorCheckpoints:
         path: As in `CheckpointManager`.
         frozen: As in `CheckpointManager`; True for all parameters that don't train, as the base
             below adapters of peft.
-        **options: Further arguments of `CheckpointManager`, which is the attribute `manager`.
+        **options: Further options of `CheckpointManager`, which is the attribute `manager`.
 
     Raises:
         ConfigError: An argument can't work, or FSDP1, DeepSpeed or Megatron-LM is used, whose state
@@ -51,7 +53,7 @@ class AcceleratorCheckpoints:
         /,
         *,
         frozen: TensorChoice | bool | None = None,
-        **options: Any,
+        **options: Unpack[LoopOptions],
     ) -> None:
         refuse_engines(accelerator)
         self._untrained = Untrained()

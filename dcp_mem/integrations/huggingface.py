@@ -20,6 +20,7 @@ import transformers
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
+from typing_extensions import Unpack
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointNotFound, ConfigError
@@ -30,6 +31,7 @@ from dcp_mem.integrations.accelerate import (
     refuse_engines,
 )
 from dcp_mem.manager import CheckpointManager, Saved
+from dcp_mem.manager.options import LoopOptions
 from dcp_mem.planning.own_keys import own_keys_given, own_keys_taken
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_last
@@ -85,12 +87,12 @@ class TrainerCheckpoints:
         *,
         frozen: TensorChoice | bool | None = None,
         weights_only: bool = True,
-        **options: Any,
+        **options: Unpack[LoopOptions],
     ) -> None:
         _check(trainer)
         self._untrained = Untrained()
         frozen = self._untrained.instead_of(frozen)
-        chosen = {**_retention(trainer.args), **options}
+        chosen: LoopOptions = {**_retention(trainer.args), **options}
         self.manager = CheckpointManager(path, frozen=frozen, **chosen)
         self.last_saved: Saved | None = None
         self._weights_only = weights_only
@@ -328,9 +330,9 @@ def _keeps_best(args: Any) -> bool:
     return bool(args.load_best_model_at_end or is_chosen)
 
 
-def _retention(args: Any) -> dict[str, Retention]:
+def _retention(args: Any) -> LoopOptions:
     """Translate the Trainer's arguments into retention."""
-    kept: dict[str, Retention] = {}
+    kept: LoopOptions = {}
     best: list[Retention] = []
     if _keeps_best(args):
         # The Trainer's choice, not the metric: it keeps the older one of equal ones, and a step

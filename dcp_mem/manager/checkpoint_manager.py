@@ -7,27 +7,25 @@ import operator
 import os
 import re
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
-from statistics import median
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import Optimizer
+from torch.distributed.checkpoint.metadata import Metadata
+from typing_extensions import Unpack
 
 from dcp_mem import functional
 from dcp_mem.comm import Ranks
-from dcp_mem.comm.agreement import attempt, described, from_all_ranks, leaving_on_error
+from dcp_mem.comm.agreement import attempt, described, leaving_on_error
 from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.comm.dcp_errors import cause_of
 from dcp_mem.common.log import log
-from dcp_mem.common.values import CheckpointStatus, Outcome, SaveInfo, State
+from dcp_mem.common.values import CheckpointStatus, SaveInfo, State
 from dcp_mem.config import Purpose, checked_metrics, checked_state, checked_step
 from dcp_mem.errors import (
     CheckpointNotFound,
@@ -40,34 +38,30 @@ from dcp_mem.errors import (
 )
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.functional.stateful import Refusing
+from dcp_mem.manager import removal
+from dcp_mem.manager.behind import Behind
 from dcp_mem.manager.crash_loop import TIMES, CrashLoop
 from dcp_mem.manager.feed import Feed, rank_in
+from dcp_mem.manager.options import DEFAULTS, ManagerOptions, OnError
+from dcp_mem.manager.pace import Pace
 from dcp_mem.manager.preemption import Preemption
 from dcp_mem.manager.replica_check import ReplicaCheck
 from dcp_mem.manager.saved import Saved
-from dcp_mem.manager.tracker import Tracker
-from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.locks import saving_run
-from dcp_mem.operations import housekeeping, rejecting
 from dcp_mem.operations.inventory import job_memory, list_checkpoints
+from dcp_mem.options import WriterOptions, of_kind, one_of, takes
 from dcp_mem.planning.tensor_choice import TensorChoice
-from dcp_mem.policy.frequency import Advice, Auto, advice, parse_seconds, steps_between
-from dcp_mem.policy.persistence import Persist
-from dcp_mem.policy.retention import Retention
+from dcp_mem.policy.frequency import Advice
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
 from dcp_mem.runtime.session import open_session
-from dcp_mem.runtime.states import status_of
-from dcp_mem.saving.overlap import Overlap, overlap_of
+from dcp_mem.saving.overlap import overlap_of
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.writer import MemoryStorageWriter
 
 _NAME = re.compile(r"step-(\d+)")
 _LAST_NUMBER = re.compile(r"(\d+)\D*$")
-_MEASURED = 9
-_BUSY_SECONDS = 60.0
-_PAUSE = 0.05
 
 
+@takes(ManagerOptions, DEFAULTS)
 class CheckpointManager:
     """Save a training loop's state step by step, keep what retention chooses, restore the newest.
 
@@ -77,37 +71,7 @@ class CheckpointManager:
     Args:
         path: The job's root on storage: an fsspec URL or a plain path. None keeps checkpoints in
             memory only.
-        persist: Which saves go to storage, as in `MemoryStorageWriter`.
-        save_interval_steps: Training steps from one save to the next, so that `save` may be called
-            at every step; `auto(mtbf="12h")` finds the number from what steps and saves take.
-        keep_memory: Which checkpoints stay in memory, as in `MemoryStorageWriter`.
-        keep_storage: Which checkpoints stay on storage, as in `MemoryStorageWriter`.
-        replicas: Copies of each segment in other nodes' memory, as in `MemoryStorageWriter`.
-        async_save: Return from `save` as soon as the state has been copied, and complete the
-            checkpoint behind training. The next save waits for it, and so do `wait`, `restore`,
-            `delete` and `close`.
-        overlap: Optimizers (or an `Overlap`) whose next steps wait for the copies of parameters and
-            optimizer state, so that `save` doesn't, as in `dcp_mem.async_save`; implies
-            async_save.
-        on_error: "warn" logs what fails, in saves and behind training, and training goes on;
-            "raise" raises it from the next `save`, on all ranks alike. Arguments that are wrong on
-            all ranks always raise, and so does a state that is no dict.
-        preemption: Names of signals ("SIGTERM", "SIGUSR1") at which the newest checkpoint is
-            flushed before the signal takes its usual effect; see `Preemption`.
-        preemption_deadline: Seconds that this flush may take at most.
-        on_crash_loop: What `restore` does where the job has resumed from the newest checkpoint
-            three times in a row, and died each time within crash_loop_steps: "fall_back" rejects
-            that checkpoint and takes the one before, "warn" says so, "ignore" keeps no count.
-        crash_loop_steps: A job that comes so many steps beyond its checkpoint (`save` is called at
-            each step, due or not) has resumed successfully; so has one that is closed.
-        compare_replicas: At every so many saves, compare what several ranks hold (all of DDP's
-            state, HSDP's replicas) by checksum, an eighth of it each time. Tensors that differ are
-            logged and in the next save's `troubles`, with their ranks. Each rank copies that
-            eighth into its private memory meanwhile; None compares nothing.
-        trackers: Are told on rank 0 what becomes of checkpoints, behind training; see
-            `dcp_mem.integrations.trackers`.
-        process_group: The ranks that save together; by default all ranks.
-        **options: Further arguments of `MemoryStorageWriter`.
+        **options: As in `ManagerOptions`.
 
     Raises:
         ConfigError: An argument can't work.
@@ -116,56 +80,25 @@ class CheckpointManager:
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
-        *,
-        persist: bool | Persist = True,
-        save_interval_steps: int | Auto = 1,
-        keep_memory: int | Retention = 2,
-        keep_storage: int | Retention | None = None,
-        replicas: int | None = None,
-        async_save: bool = False,
-        overlap: Overlap | Optimizer | Sequence[Optimizer] | None = None,
-        on_error: str = "warn",
-        preemption: str | Sequence[str] = (),
-        preemption_deadline: float = 25.0,
-        on_crash_loop: str = "ignore",
-        crash_loop_steps: int = 100,
-        compare_replicas: int | None = None,
-        trackers: Sequence[Tracker] = (),
-        process_group: dist.ProcessGroup | None = None,
-        **options: Any,
+        **options: Unpack[ManagerOptions],
     ) -> None:
-        if on_error not in ("warn", "raise"):
-            raise ConfigError(f"on_error={on_error!r}: choose 'warn' or 'raise'")
-        if not isinstance(save_interval_steps, Auto) and (
-            type(save_interval_steps) is not int or save_interval_steps < 1
-        ):
-            raise ConfigError(
-                f"save_interval_steps={save_interval_steps!r}: give a number of steps, at least 1, "
-                f"or auto(mtbf=…)"
-            )
-        self._writer = MemoryStorageWriter(
-            path,
-            persist=persist,
-            keep_memory=keep_memory,
-            keep_storage=keep_storage,
-            replicas=replicas,
-            process_group=process_group,
-            **options,
-        )
-        self._process_group = process_group
-        self._raises = on_error == "raise"
-        self._interval = save_interval_steps
-        self._pace = _Pace(1 if isinstance(save_interval_steps, Auto) else save_interval_steps)
+        own: ManagerOptions = {**DEFAULTS, **options}
+        one_of("on_error", own["on_error"], OnError)
+        self._pace = Pace(own["save_interval_steps"])
+        self._writer = MemoryStorageWriter(path, **of_kind(WriterOptions, options))
+        chosen, group = self._writer.settings, options.get("process_group")
+        self._process_group = group
+        self._raises = own["on_error"] == "raise"
+        overlap = options.get("overlap")
         self._overlap = None if overlap is None else overlap_of(overlap)
-        self._is_async = async_save or overlap is not None
-        self._begun: tuple[Saved, Future[Any]] | None = None
-        earlier = _failures(job_memory(self._writer.settings))
-        self._said = {(one.save_id, one.error) for one in earlier}
+        self._is_async = own["async_save"] or overlap is not None
+        self._begun: tuple[Saved, Future[Metadata]] | None = None
+        self._behind = Behind(chosen)
         self._report: RecoveryReport | None = None
-        self._feed = Feed(trackers, self._writer.settings, process_group)
-        self._replicas = ReplicaCheck(compare_replicas)
-        self._crash_loop = CrashLoop(self._writer.settings, on_crash_loop, crash_loop_steps)
-        self._preemption = Preemption(self._writer, preemption, preemption_deadline)
+        self._feed = Feed(own["trackers"], chosen, group)
+        self._replicas = ReplicaCheck(own["compare_replicas"])
+        self._crash_loop = CrashLoop(chosen, own["on_crash_loop"], own["crash_loop_steps"])
+        self._preemption = Preemption(self._writer, own["preemption"], own["preemption_deadline"])
         self._preemption.install()
 
     # -- saving and restoring ----------------------------------------------------------------------
@@ -205,10 +138,15 @@ class CheckpointManager:
             _ = wrong.value
             return saved
         self._preemption.wait()
-        started, until_next = time.monotonic(), self._steps_until_next(number)
+        started, until_next = time.monotonic(), self._pace.steps_until_next(number)
         failed = self._finish_begun()
         found = attempt(
-            lambda: (checked_metrics(metrics), dict(wrong.value), *self._found_behind())
+            lambda: (
+                checked_metrics(metrics),
+                dict(wrong.value),
+                self._behind.troubles(),
+                self._behind.rejections(),
+            )
         )
         # The other ranks wait for this one: it takes part, with its error.
         figures, items, troubles, rejections = (
@@ -218,9 +156,13 @@ class CheckpointManager:
         saved = replace(saved, troubles=(*troubles, *rejections))
         save = self._begin if self._is_async else self._save
         try:
-            saved = self._compare_replicas(saved)
+            if self._replicas.is_begun:
+                with self._ranks_in_turn("save()") as ranks:
+                    saved = replace(
+                        saved, troubles=(*saved.troubles, *self._replicas.finish(ranks))
+                    )
             if self._replicas.is_due():
-                items = self._begin_comparison(saved.name, items)
+                items = self._replicas.begin(saved.name, items)
             self._writer._saver.annotate(SaveInfo(number, figures, force_persist, until_next))
             saved = save(saved, items, started)
         except Exception as error:
@@ -238,27 +180,6 @@ class CheckpointManager:
         if dist.is_available() and dist.is_initialized():
             size = dist.get_world_size(self._process_group)
         return isinstance(cause, RankFailed) and len(cause.failures) < size
-
-    def _begin_comparison(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
-        """Have replicas compared; return the state dict, without stateful objects if possible."""
-        try:
-            plain = functional.without_stateful(state)
-        except Exception:  # the save asks again, and raises it on all ranks
-            self._replicas.begin(name, {})
-            return state
-        self._replicas.begin(name, plain)
-        return plain
-
-    def _compare_replicas(self, saved: Saved) -> Saved:
-        """Tell what has differed between ranks at an earlier save."""
-        differing: Sequence[str] = ()
-        if self._replicas.is_begun:
-            with self._ranks_in_turn("save()") as ranks:
-                differing = self._replicas.finish(ranks)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            for text in differing:
-                log.warning("%s", text)
-        return replace(saved, troubles=(*saved.troubles, *differing))
 
     def _save(self, saved: Saved, state: dict[str, Any], started: float) -> Saved:
         functional.save_or_raise_cause(
@@ -412,7 +333,8 @@ class CheckpointManager:
         why = f"the job has resumed from it {resumes.count} times in a row, and soon died"
         if left[0] and self._crash_loop.falls_back:
             log.warning("%s: %s; falling back to %s", resumes.name, why, left[0])
-            self._reject(resumes.name, why)
+            with self._ranks_in_turn("reject()") as ranks:
+                removal.reject(self._writer.settings, ranks, resumes.name, why)
         else:
             also = "" if left[0] else ", and there is no other"
             log.warning("%s: %s%s", resumes.name, why, also)
@@ -456,7 +378,7 @@ class CheckpointManager:
         *,
         progress: bool = True,
     ) -> None:
-        """Block until a step's checkpoint has reached a state.
+        """Block until a step's checkpoint has reached a state, as `MemoryStorageWriter.wait` does.
 
         Args:
             step: The training step; None for the newest checkpoint that is meant to reach the
@@ -466,10 +388,7 @@ class CheckpointManager:
             progress: Show progress on standard error if that is a terminal.
 
         Raises:
-            WaitTimeout: The time ran out.
-            FlushFailed: Storage refused the checkpoint, or it left memory before it was durable.
-            ReplicationFailed: The checkpoint gets no copies.
-            CheckpointNotFound: There is no such checkpoint.
+            DcpMemError: As from `MemoryStorageWriter.wait`.
         """
         name = None if step is None else f"step-{_number(step)}"
         started = time.monotonic()
@@ -493,35 +412,10 @@ class CheckpointManager:
             CheckpointNotFound: There is no such checkpoint; on all ranks alike.
             RankFailed: It can't be marked; on all ranks alike.
         """
+        name = f"step-{_number(step)}"
         self._finish_begun()
-        self._reject(f"step-{_number(step)}", str(why))
-
-    def _reject(self, name: str, why: str) -> None:
-        chosen, what = self._writer.settings, f"rejecting {name}"
-
-        def reject_on_storage(rejected: Sequence[bool]) -> bool:
-            return rejecting.reject_on_storage(chosen, name, why) or any(rejected)
-
-        reject_in_memory = partial(rejecting.reject_in_memory, chosen, name, why)
-        if not self._from_all_ranks(what, reject_in_memory, reject_on_storage):
-            available = [one.name for one in self.list()]
-            raise CheckpointNotFound(name, f"job {chosen.job}", available, [])
-
-    def _from_all_ranks(
-        self,
-        what: str,
-        act: Callable[[], bool],
-        decide: Callable[[Sequence[bool]], bool],
-    ) -> bool:
-        """Act on every rank, decide on rank 0; raise RankFailed on all ranks where one fails."""
-        with self._ranks_in_turn("reject()" if what.startswith("rej") else "delete()") as ranks:
-            try:
-                with leaving_on_error(ranks):
-                    return from_all_ranks(ranks, what, act, decide)
-            except RankFailed:
-                raise
-            except Exception as error:
-                raise RankFailed(what, [(ranks.rank, described(error))]) from error
+        with self._ranks_in_turn("reject()") as ranks:
+            removal.reject(self._writer.settings, ranks, name, str(why))
 
     @contextmanager
     def _ranks_in_turn(self, method: str) -> Iterator[Ranks]:
@@ -543,36 +437,8 @@ class CheckpointManager:
         """
         name = f"step-{_number(step)}"
         self._finish_begun()
-
-        def delete_from_storage(evicted: Sequence[bool]) -> bool:
-            return self._delete_from_storage(name) or any(evicted)
-
-        evict, what = partial(self._evict, name), f"deleting {name}"
-        if not self._from_all_ranks(what, evict, delete_from_storage):
-            available = [one.name for one in self.list()]
-            raise CheckpointNotFound(name, f"job {self._writer.settings.job}", available, [])
-
-    def _evict(self, name: str) -> bool:
-        memory, deadline = job_memory(self._writer.settings), time.monotonic() + _BUSY_SECONDS
-        if memory is None or not memory.find(name):
-            return False
-        while True:
-            _, why_not = housekeeping.evict(self._writer.settings, name)
-            if not why_not:
-                return True
-            if time.monotonic() > deadline:
-                raise DcpMemError(f"{name}: {why_not}")
-            time.sleep(_PAUSE)
-
-    def _delete_from_storage(self, name: str) -> bool:
-        chosen = self._writer.settings
-        if chosen.url is None:
-            return False
-        try:
-            housekeeping.delete(chosen.url, name, storage_options=chosen.storage_options)
-        except CheckpointNotFound:
-            return False
-        return True
+        with self._ranks_in_turn("delete()") as ranks:
+            removal.delete(self._writer.settings, ranks, name)
 
     # -- how often to save -------------------------------------------------------------------------
 
@@ -586,24 +452,7 @@ class CheckpointManager:
         Raises:
             ConfigError: Nothing has been saved yet, or mtbf is no duration.
         """
-        if not self._pace.blocking:
-            raise ConfigError("advice() goes by what saves take: save at least once before")
-        flushes = [one.flush_seconds for one in self.status() if one.state is State.DURABLE]
-        return advice(
-            median(self._pace.blocking),
-            parse_seconds(mtbf, "mtbf"),
-            flush_seconds=median(flushes) if flushes else 0.0,
-            recovery_seconds=recovery_seconds,
-        )
-
-    def _steps_until_next(self, step: int) -> int:
-        """Return the steps this rank would leave until the next save; the coordinator's count."""
-        if not isinstance(self._interval, Auto):
-            return self._interval
-        seconds = self._pace.step_seconds(step)
-        if not (self._pace.blocking and seconds):
-            return self._interval.at_least_steps
-        return steps_between(self._interval, median(self._pace.blocking), seconds)
+        return self._pace.advice(self.status(), mtbf, recovery_seconds)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -617,17 +466,8 @@ class CheckpointManager:
     ) -> None:
         """Wait until storage has what it should have, then give back memory.
 
-        The newest checkpoint goes to storage as well, whichever saves `persist=` has chosen; only
-        persist=False keeps it in memory. What `keep_memory` keeps stays in memory, for a restart.
-        Closing twice is fine.
-
-        Args:
-            flush: False doesn't wait for storage; the agent goes on flushing. What this process has
-                under way is waited for: a save, copies to other nodes, checksums for 10 s at most.
-            progress: Show progress on standard error if that is a terminal.
-            persist_newest: False leaves the newest checkpoint to `persist=`, like any other.
-            keep_slots: For a restart within the process, as for `MemoryStorageWriter.close`; an
-                exception that leaves the `with` block does that.
+        It does what `MemoryStorageWriter.close` does, with its arguments, and ends all that the
+        manager has under way. Closing twice is fine.
 
         Raises:
             FlushFailed: Storage refuses a checkpoint, which stays in memory (logged with
@@ -666,6 +506,9 @@ class CheckpointManager:
     ) -> None:
         self.close(flush=kind is None, keep_slots=kind is not None)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._writer!r}>"
+
     def _reader(self) -> MemoryStorageReader:
         chosen = self._writer.settings
         return MemoryStorageReader(
@@ -682,34 +525,6 @@ class CheckpointManager:
         """Purpose of the ranks' connections: the writer's, unless calls here run beside saves."""
         return self._writer.settings.purpose("manage" if self._is_async else "save")
 
-    def _found_behind(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return what has failed, and what was rejected, behind training since the last call."""
-        return self._troubles(), self._rejections()
-
-    def _troubles(self) -> tuple[str, ...]:
-        """Find what has failed behind training on this node since the last call, and log it.
-
-        Failures of checkpoints that an earlier run has left are logged only: its agent may still
-        try them, after its trainers have died and so without a right to the storage.
-        """
-        session = open_session(self._writer.settings)
-        found = _failures(None if session is None else session.memory)
-        new = [one for one in found if (one.save_id, one.error) not in self._said]
-        self._said |= {(one.save_id, one.error) for one in found}
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            for one in new:
-                log.warning("%s", one)
-        own = "" if session is None else saving_run(session.memory.directory)
-        return tuple(str(one) for one in new if one.run == own)
-
-    def _rejections(self) -> tuple[str, ...]:
-        """Find what has been rejected behind training on this node since the last call."""
-        session = open_session(self._writer.settings)
-        held = [] if session is None else session.memory.checkpoints()
-        new = [one for one in held if one.rejected and (one.name, one.rejected) not in self._said]
-        self._said |= {(one.name, one.rejected) for one in new}
-        return tuple(f"{one.name}: rejected: {one.rejected}" for one in new)
-
     def _raise_on_all_ranks(self, troubles: Sequence[str]) -> None:
         """Raise FlushFailed, with on_error="raise", on all ranks if a node has had trouble."""
         if not self._raises:
@@ -721,77 +536,6 @@ class CheckpointManager:
             rank = min(all_troubles)
             name, _, text = all_troubles[rank].partition(": ")
             raise FlushFailed(name, f"{text} (rank {rank})")
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """A flush or a copy that has failed behind training; as text for people."""
-
-    name: str
-    save_id: str
-    run: str
-    error: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.error}"
-
-
-def _failures(memory: JobMemory | None) -> list[_Failure]:
-    """Return what has failed behind training on this node.
-
-    Copies that were never begun, or are fewer because there are fewer nodes, have not failed.
-    """
-    found = []
-    for held in memory.checkpoints() if memory is not None else ():
-        one, copies = status_of(held), held.replication
-        error = (
-            one.error
-            if one.state is State.FAILED
-            else copies.error
-            if copies.outcome == Outcome.FAILED
-            else ""
-        )
-        if error:
-            found.append(_Failure(one.name, one.save_id, held.manifest.run, error))
-    return found
-
-
-class _Pace:
-    """The interval of saves, and the seconds that steps and saves take."""
-
-    def __init__(self, pause: int) -> None:
-        self.pause = pause
-        self._last: int | None = None
-        self._ended = 0.0
-        self._is_warm = False
-        self.blocking: deque[float] = deque(maxlen=_MEASURED)
-
-    def is_due(self, step: int) -> bool:
-        """Tell whether a save is due.
-
-        Steps that went back, after a restore by hand, count from there.
-        """
-        return self._last is None or not 0 <= step - self._last < self.pause
-
-    def step_seconds(self, step: int) -> float:
-        """Return the seconds that a step has taken since the last save; 0.0 if unknown."""
-        if self._last is None or step <= self._last or not self._ended:
-            return 0.0
-        return (time.monotonic() - self._ended) / (step - self._last)
-
-    def passed(self, step: int) -> None:
-        """Count from a step that was restored, or couldn't be saved: the next save is due later."""
-        self._last, self._ended = step, time.monotonic()
-
-    def forget(self) -> None:
-        """Count from no step: the next save is due."""
-        self._last = None
-
-    def saved(self, step: int, seconds: float, pause: int) -> None:
-        if self._is_warm:  # The first save makes slots and plans, which later ones find.
-            self.blocking.append(seconds)
-        self._is_warm, self.pause = True, pause
-        self.passed(step)
 
 
 def _number(step: object) -> int:

@@ -12,7 +12,9 @@ from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, DcpMemError, ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Resumes
+from dcp_mem.manager.options import OnCrashLoop
 from dcp_mem.operations.inventory import job_memory
+from dcp_mem.options import one_of
 from dcp_mem.reader import RecoveryReport
 from dcp_mem.storage import Storage
 from dcp_mem.storage.routes import open_storage
@@ -21,7 +23,6 @@ TIMES = 3
 """Resumes in a row from one checkpoint, without success, that make a crash loop."""
 _STORAGE_TIMEOUT = 2.0
 """Seconds that training waits for storage to take the record."""
-_CHOICES = ("ignore", "warn", "fall_back")
 
 
 class CrashLoop:
@@ -36,9 +37,8 @@ class CrashLoop:
     while nobody has looked. Raises ConfigError.
     """
 
-    def __init__(self, settings: Settings, action: str, steps: int) -> None:
-        if action not in _CHOICES:
-            raise ConfigError(f"on_crash_loop={action!r}: choose one of {', '.join(_CHOICES)}")
+    def __init__(self, settings: Settings, action: OnCrashLoop, steps: int) -> None:
+        one_of("on_crash_loop", action, OnCrashLoop)
         if type(steps) is not int or steps < 1:
             raise ConfigError(f"crash_loop_steps={steps!r}: give a number of steps, at least 1")
         self._settings, self._steps = settings, steps

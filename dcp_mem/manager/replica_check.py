@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from dcp_mem.common.parallel import daemon
 from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import ConfigError
 from dcp_mem.format.checksums import checksum
+from dcp_mem.functional import without_stateful
 from dcp_mem.planning.dtensors import local_chunk
 from dcp_mem.planning.flatten import flatten
 from dcp_mem.planning.plain_tensors import is_plain
@@ -74,15 +76,22 @@ class ReplicaCheck:
         self._saves += 1
         return self._saves % self._every == 0
 
-    def begin(self, name: str, state: Mapping[str, Any]) -> None:
-        """Copy this turn's part of the state, and sum it up in the background."""
+    def begin(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Copy this turn's part of a state dict, and sum it up in the background.
+
+        Return the state dict, without stateful objects: they are asked for their states once.
+        """
         assert self._every is not None
         turn = self._saves // self._every % TURNS
         self._name, self._sums = name, {}
         try:
+            state = plain = without_stateful(state)
+        except Exception:  # the save asks again, and raises it on all ranks
+            plain = {}
+        try:
             copies = {
                 chunk: tensor.to("cpu", copy=True).contiguous()
-                for chunk, tensor in _replicated(state)
+                for chunk, tensor in _replicated(plain)
                 if zlib.crc32(repr(chunk).encode()) % TURNS == turn
             }
         except Exception:  # the save goes on; the other ranks compare what they have
@@ -90,9 +99,10 @@ class ReplicaCheck:
             copies = {}
         sums = self._sums
         self._thread = daemon(lambda: _sum_up(copies, sums), "dcp_mem-replicas")
+        return state
 
     def finish(self, ranks: Ranks) -> Sequence[str]:
-        """Return what differs between ranks, alike on all of them."""
+        """Return what differs between ranks, alike on all of them; each node logs it."""
         thread, self._thread = self._thread, None
         assert thread is not None
         thread.join()
@@ -106,6 +116,9 @@ class ReplicaCheck:
         ]
         if len(wrong) > _MOST_NAMED:
             texts.append(f"{self._name}: so do {len(wrong) - _MOST_NAMED} more tensors")
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            for text in texts:
+                log.warning("%s", text)
         return texts
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from dcp_mem.common.log import log
 from dcp_mem.common.values import ExportState
-from dcp_mem.config import Settings, settings
+from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, DcpMemError
 from dcp_mem.export import HuggingFaceExport, export_of
 from dcp_mem.flushing.metering import Throttle
@@ -28,6 +28,7 @@ from dcp_mem.memory.exports import ExportRecord, ExportRecords, read_exports, wr
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.operations.huggingface_directory import make_directory
+from dcp_mem.options import settings
 from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.retry import RetryPolicy

@@ -11,12 +11,13 @@ from typing import Any
 
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.common.log import log
-from dcp_mem.config import Settings, checkpoint_name, memory_root_path, settings
+from dcp_mem.config import Settings, checkpoint_name, memory_root_path
 from dcp_mem.errors import CheckpointInUse, CheckpointNotFound, JobInUse
 from dcp_mem.flushing.orphans import Orphan, delete_checkpoint, orphans
 from dcp_mem.memory.job import JobMemory, jobs_in, last_use
 from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live, new_token
 from dcp_mem.operations.inventory import job_memory
+from dcp_mem.options import settings
 from dcp_mem.storage.leases import is_being_read
 from dcp_mem.storage.listing import checkpoint_names
 from dcp_mem.storage.posix import link_target

@@ -560,7 +560,7 @@ def test_a_trainer_that_cannot_be_taken_over_is_refused(runs: Runs) -> None:
     with pytest.raises(ConfigError, match="is no transformers"):
         TrainerCheckpoints(trainer.model, runs.url)
     with pytest.raises(ConfigError, match="keep_storage"):
-        TrainerCheckpoints(trainer, runs.url, keep_storage="all")
+        TrainerCheckpoints(trainer, runs.url, keep_storage="all")  # type: ignore[arg-type]
     trainer._load_scaler = None
     with pytest.raises(ConfigError, match=r"without _load_scaler: versions from 4\.52"):
         TrainerCheckpoints(trainer, runs.url)

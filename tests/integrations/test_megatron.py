@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dcp_mem.config import settings
 from dcp_mem.operations.inventory import list_checkpoints
+from dcp_mem.options import settings
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.launch import TORCHRUN, run_python

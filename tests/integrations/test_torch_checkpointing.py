@@ -441,7 +441,7 @@ def test_a_file_that_was_never_closed_holds_up_no_other(memory_job: Job) -> None
 
 
 def _refuses(job: Job) -> None:
-    assert isinstance(raised_by(lambda: in_memory(job.url, nonsense=1)), TypeError)
+    assert isinstance(raised_by(lambda: in_memory(job.url, nonsense=1)), TypeError)  # type: ignore[call-arg]
     os.environ.update(WORLD_SIZE="2", RANK="0")
     error = raised_by(lambda: in_memory(job.url))
     assert isinstance(error, ConfigError)

@@ -239,7 +239,7 @@ def _outcome(act: Callable[[], object]) -> Outcome:
         return "KeyboardInterrupt", "", ()
     if error is None:
         return "", repr(results[0]), ()
-    failures = error.failures if isinstance(error, RankFailed) else ()
+    failures = tuple(error.failures) if isinstance(error, RankFailed) else ()
     return type(error).__name__, described(error), failures
 
 

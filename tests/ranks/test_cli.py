@@ -28,7 +28,6 @@ import dcp_mem.integrations.nebula
 from dcp_mem import FlushFailed, WaitTimeout, keep_last
 from dcp_mem.cli.main import main
 from dcp_mem.common import faults
-from dcp_mem.config import settings
 from dcp_mem.format import names
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.memory.job import JobMemory
@@ -36,6 +35,7 @@ from dcp_mem.operations.doctor import examine
 from dcp_mem.operations.export import export_safetensors
 from dcp_mem.operations.flush import flush_now
 from dcp_mem.operations.inventory import list_checkpoints
+from dcp_mem.options import settings
 from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import (

@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_mem import CheckpointManager, FlushFailed, MemoryStorageWriter, every_n_saves
 from dcp_mem.common.values import Outcome
-from dcp_mem.config import settings
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.options import settings
 from dcp_mem.runtime import states
 from tests.support.checkpoints.jobs import agents, committed_in, wait_until
 from tests.support.processes.forks import forked_ranks

@@ -31,6 +31,7 @@ from dcp_mem import (
     every_n_saves,
     every_seconds,
 )
+from dcp_mem.config import OnFull
 from dcp_mem.errors import DcpMemError
 from tests.support.checkpoints.jobs import Job, agents, load_anew, make_state, save, wait_until
 from tests.support.checkpoints.plans import SAVES, save_by_torch
@@ -126,7 +127,7 @@ def test_save_without_a_checkpoint_id_says_what_path_is(memory_root: Path) -> No
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def _fill(memory: str, on_full: str) -> tuple[str, list[str], int]:
+def _fill(memory: str, on_full: OnFull) -> tuple[str, list[str], int]:
     """Save 12 MiB at a time into a tmpfs of 32.
 
     Returns the error, what status says of the saves, and what still loads.

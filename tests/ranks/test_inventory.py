@@ -13,11 +13,12 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_mem import State, StorageUnavailable
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
-from dcp_mem.config import Settings, settings
+from dcp_mem.config import Settings
 from dcp_mem.format import names
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations.flush import promote
 from dcp_mem.operations.inventory import list_checkpoints, list_jobs
+from dcp_mem.options import settings
 from dcp_mem.storage.retry import RetryPolicy
 from tests.support.checkpoints.jobs import (
     Job,

@@ -34,6 +34,7 @@ from dcp_mem import (
     keep_last,
 )
 from dcp_mem.format.manifest import FlushRecord
+from dcp_mem.manager import removal
 from dcp_mem.memory.job import JobMemory
 from tests.support.checkpoints.jobs import make_state, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
@@ -314,7 +315,7 @@ def _life(root: str, url: str) -> None:
         assert manager.restore(make_state(0)) is None
         for step in range(3):
             manager._pace.passed(step - 5)  # due, whatever the last pause was
-            manager._steps_until_next = lambda step: 3 if dist.get_rank() == 0 else 7  # type: ignore[method-assign]
+            manager._pace.steps_until_next = lambda step: 3 if dist.get_rank() == 0 else 7  # type: ignore[method-assign]
             assert manager.save(step, make_state(step), metrics={"loss": step + 10 * rank})
         assert [manager.save(step, make_state(step)).outcome for step in (3, 4, 5)] == [
             "not due"
@@ -350,11 +351,11 @@ def _trouble_on_one(root: str, url: str) -> None:
     manager = _manager(root, url, on_error="raise")
     manager.save(1, make_state(1))
     if dist.get_rank() == 1:
-        manager._troubles = lambda: ("step-1: no room",)  # type: ignore[method-assign]
+        manager._behind.troubles = lambda: ("step-1: no room",)  # type: ignore[method-assign]
     with pytest.raises(FlushFailed, match=r"no room \(rank 1\)"):
         manager.save(2, make_state(2))
     if dist.get_rank() == 1:
-        manager._evict = lambda name: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+        removal._evict = lambda *_: 1 / 0  # type: ignore[assignment]
     with pytest.raises(RankFailed, match="ZeroDivision"):
         manager.delete(2)
     manager.close(progress=False)

@@ -18,12 +18,12 @@ from click.testing import CliRunner, Result
 from dcp_mem import CheckpointManager, every_n_saves
 from dcp_mem.cli.main import main
 from dcp_mem.common.values import HISTORIES, RECOVERIES
-from dcp_mem.config import settings
 from dcp_mem.format.history import HistoryRow, to_csv
 from dcp_mem.format.recoveries import RecoveryRecord, to_lines
 from dcp_mem.operations.charts import LEFT, RIGHT, Times, marks, series
 from dcp_mem.operations.history import Fate, History, fate_of, read_history, totals
 from dcp_mem.operations.report import duration, moment, render_page, size, troubles_of
+from dcp_mem.options import settings
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import Job, load_anew, save, save_in_two_places, wait_until
 from tests.support.processes.forks import forked

@@ -23,6 +23,7 @@ import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter, State
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
+from dcp_mem.config import AgentKind
 from dcp_mem.memory.locks import is_leased, job_is_live
 from dcp_mem.memory.slot import Slot
 from dcp_mem.runtime import session
@@ -83,7 +84,7 @@ def _meet(stores: str, number: int, rank: int, world: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
-def _restarts(places: _Places, is_closed: bool, agent: str) -> list[_Held]:
+def _restarts(places: _Places, is_closed: bool, agent: AgentKind) -> list[_Held]:
     rank, world = dist.get_rank(), dist.get_world_size()
     held = []
     for number in range(RESTARTS):
@@ -96,7 +97,7 @@ def _restarts(places: _Places, is_closed: bool, agent: str) -> list[_Held]:
     return held
 
 
-def _trains(places: _Places, number: int, is_closed: bool, agent: str) -> None:
+def _trains(places: _Places, number: int, is_closed: bool, agent: AgentKind) -> None:
     """Save in every way, with copies in the other rank's memory and on storage, and load."""
     rank, group = dist.get_rank(), dist.new_group()  # for saves beside the training's collectives
     own: dict[str, Any] = {"memory_root": f"{places.memory}/{rank}", "job": "copied"}
@@ -141,7 +142,7 @@ def _trains(places: _Places, number: int, is_closed: bool, agent: str) -> None:
     ],
 )
 def test_a_hundred_restarts_within_the_process_leave_nothing_behind(
-    memory_root: Path, tmp_path: Path, is_closed: bool, agent: str
+    memory_root: Path, tmp_path: Path, is_closed: bool, agent: AgentKind
 ) -> None:
     places = _Places(str(memory_root), str(tmp_path / "storage"), str(tmp_path / "store"))
     for held in forked_ranks(_restarts, 2, places, is_closed, agent, timeout=450):

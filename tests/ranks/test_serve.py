@@ -266,7 +266,7 @@ def _serves_twice(job: Job) -> int:
 
     serving.ServedWriter = Counting  # type: ignore[misc]
     with _serving(job) as served:
-        options = served._options
+        options: Any = served._options
         assert dcp_mem.serve(str(job.url), **options) is served
         with pytest.raises(ConfigError, match="other options"):
             dcp_mem.serve(str(job.url), **{**options, "keep_memory": 3})

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from dcp_mem import every_n_saves
 from dcp_mem.comm.agreement import Failures
-from dcp_mem.config import settings
 from dcp_mem.flushing import parts as flush_parts
 from dcp_mem.format.checksums import blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable, NodeManifest
 from dcp_mem.memory import checksumming
 from dcp_mem.memory.checked_reads import CheckedReader
 from dcp_mem.operations.flush import flush_now, promote
+from dcp_mem.options import settings
 from dcp_mem.replicating.worker import Worker
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import Job, Loaded, agents, load_anew, save, wait_until

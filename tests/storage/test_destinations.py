@@ -11,8 +11,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp_mem import ConfigError, MemoryStorageReader, MemoryStorageWriter, StorageRefused
-from dcp_mem.config import settings
+from dcp_mem.config import AgentKind
 from dcp_mem.operations.flush import flush_now
+from dcp_mem.options import settings
 from dcp_mem.storage.fsspec_route import FsspecStorage
 from tests.support.checkpoints.jobs import save
 from tests.support.processes.forks import forked, raised_by
@@ -60,7 +61,7 @@ def test_file_systems_of_one_process_are_refused_for_the_agent(
     ],
 )
 def test_caches_are_refused_for_a_writer_and_admitted_for_a_reader(
-    url: str, options: dict[str, object], cache: str, agent: str
+    url: str, options: dict[str, object], cache: str, agent: AgentKind
 ) -> None:
     url = url.format(cache)
     with pytest.raises(ConfigError, match=rf"{cache}:// can't take.*a cache shows old files"):
@@ -117,7 +118,7 @@ def test_classes_that_every_process_has_are_admitted_before_and_after_their_firs
         "simplecache::https://host/run",
     ],
 )
-def test_what_takes_no_files_is_refused(url: str, agent: str) -> None:
+def test_what_takes_no_files_is_refused(url: str, agent: AgentKind) -> None:
     with pytest.raises(ConfigError, match=r"can't take checkpoints.*give a directory or an object"):
         MemoryStorageWriter(url, agent=agent)
     MemoryStorageWriter(url, agent=agent, persist=False)

@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_mem import keep_last
 from dcp_mem.common.values import HISTORIES, CheckpointStatus
-from dcp_mem.config import settings
 from dcp_mem.format.history import from_csv
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations.history import read_history
 from dcp_mem.operations.inventory import list_checkpoints
+from dcp_mem.options import settings
 from tests.support.checkpoints.jobs import (
     Job,
     committed_in,

@@ -28,11 +28,11 @@ from dcp_mem.cli.main import main
 from dcp_mem.common import faults
 from dcp_mem.common.files import open_file
 from dcp_mem.common.values import HISTORIES
-from dcp_mem.config import settings as settings_of
 from dcp_mem.format.history import from_csv
 from dcp_mem.format.manifest import NodeManifest
 from dcp_mem.operations.inventory import on_storage
 from dcp_mem.operations.verify import Verified, verify
+from dcp_mem.options import settings as settings_of
 from dcp_mem.storage import Source
 from dcp_mem.storage.azure import AzureUpload
 from dcp_mem.storage.listing import committed_under, mark_rejected

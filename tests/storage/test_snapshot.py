@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from dcp_mem.config import Settings, settings
+from dcp_mem.config import Settings
 from dcp_mem.operations import inventory
 from dcp_mem.operations.inventory import list_checkpoints
+from dcp_mem.options import settings
 from dcp_mem.storage import Entry, Storage, snapshot
 from dcp_mem.storage.routes import open_storage
 from dcp_mem.storage.snapshot import FileCache, Snapshot

@@ -23,9 +23,9 @@ from dcp_mem.comm.addresses import listening_socket, rdma_devices
 from dcp_mem.comm.control_line import accepted, dialled
 from dcp_mem.comm.greetings import Door
 from dcp_mem.common.log import log
-from dcp_mem.config import settings
 from dcp_mem.errors import ConfigError
 from dcp_mem.nixl import agents, pairing
+from dcp_mem.options import settings
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.transports import Ends, Rank, TransportConformance, in_pair
 

@@ -16,6 +16,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.checkpoint.metadata import Metadata
+from typing_extensions import Unpack
 
 from dcp_mem import functional
 from dcp_mem.common.log import log
@@ -39,6 +40,7 @@ from dcp_mem.integrations.lightning.paths import (
 from dcp_mem.integrations.lightning.taken import TakenNames
 from dcp_mem.integrations.removals import Removals
 from dcp_mem.operations.inventory import job_memory
+from dcp_mem.options import WriterOptions
 from dcp_mem.planning.whole_checkpoint import WholePlanner
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
 from dcp_mem.runtime.states import status_of
@@ -79,7 +81,11 @@ class MemoryCheckpointIO(CheckpointIO):
     """
 
     def __init__(
-        self, path: str | Path | None = None, *, weights_only: bool = True, **options: Any
+        self,
+        path: str | Path | None = None,
+        *,
+        weights_only: bool = True,
+        **options: Unpack[WriterOptions],
     ) -> None:
         self.writer = MemoryStorageWriter(path, **options)
         self._weights_only = weights_only

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from typing_extensions import Unpack
 
 from dcp_mem.comm.agreement import attempt, on_rank_0
 from dcp_mem.comm.dcp_call import direct_call
@@ -47,6 +48,7 @@ from dcp_mem.integrations.megatron.strategies import (
     name_of,
     not_found,
 )
+from dcp_mem.options import WriterOptions
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
 from dcp_mem.writer import MemoryStorageWriter
 
@@ -84,7 +86,9 @@ class MemoryCheckpointing:
         ConfigError: An argument can't work.
     """
 
-    def __init__(self, *, storage: Mapping[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, storage: Mapping[str, str] | None = None, **options: Unpack[WriterOptions]
+    ) -> None:
         self._storage = {
             root_url(directory): root_url(root) for directory, root in (storage or {}).items()
         }

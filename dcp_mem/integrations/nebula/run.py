@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from dcp_mem.comm import Ranks, refuse_missing_group
 from dcp_mem.comm.dcp_call import direct_call
-from dcp_mem.config import Settings, parse_bytes, root_url, settings
+from dcp_mem.config import Settings, parse_bytes, root_url
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.nebula.completion import Completion, JointCompletion, SoloCompletion
 from dcp_mem.integrations.removals import Removals
+from dcp_mem.options import settings
 from dcp_mem.policy.persistence import Persist, every_seconds
 from dcp_mem.writer import MemoryStorageWriter
 

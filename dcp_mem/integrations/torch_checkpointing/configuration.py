@@ -10,10 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch_checkpointing.checkpoint_writer import CallbackArgs
+from typing_extensions import Unpack
 
 from dcp_mem.comm import refuse_missing_group
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.torch_checkpointing.storage import MemoryStorageConfig, complete
+from dcp_mem.options import WriterOptions
 from dcp_mem.writer import MemoryStorageWriter
 
 _count = itertools.count()
@@ -23,7 +25,7 @@ def in_memory(
     path: str | os.PathLike[str] | None = None,
     *,
     then: Callable[[CallbackArgs], None] | None = None,
-    **options: Any,
+    **options: Unpack[WriterOptions],
 ) -> dict[str, Any]:
     """Return arguments for torch_checkpointing's `CheckpointManager.Config`.
 

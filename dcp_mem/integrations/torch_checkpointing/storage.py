@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX, CallbackArgs
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
-from dcp_mem.config import Settings, is_checkpoint_name, settings
+from dcp_mem.config import Settings, is_checkpoint_name
 from dcp_mem.errors import (
     CheckpointInUse,
     CheckpointNotFound,
@@ -38,6 +38,7 @@ from dcp_mem.integrations.torch_checkpointing.reading import (
 )
 from dcp_mem.operations import housekeeping, inventory
 from dcp_mem.operations.flush import flush_now
+from dcp_mem.options import settings
 from dcp_mem.saving.streams import Streams
 from dcp_mem.storage import Storage as OurStorage
 from dcp_mem.storage.routes import open_storage

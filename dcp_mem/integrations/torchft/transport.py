@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from torchft.checkpointing.transport import CheckpointTransport
 
-from dcp_mem.config import settings
 from dcp_mem.integrations.torchft.pulling import pulled
 from dcp_mem.integrations.torchft.serving import Server
 from dcp_mem.integrations.torchft.staged import StagedState
 from dcp_mem.memory.root import open_root
+from dcp_mem.options import settings
 
 T = TypeVar("T")
 

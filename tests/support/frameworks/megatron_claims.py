@@ -579,7 +579,7 @@ def what_cannot_work_says_so() -> None:
                     look(path)
                 dist.barrier()
     with pytest.raises(ConfigError, match="on_full"):
-        MemoryCheckpointing(memory_root=MEMORY, on_full="panic").latest(DIRECTORY)
+        MemoryCheckpointing(memory_root=MEMORY, on_full="panic").latest(DIRECTORY)  # type: ignore[arg-type]
 
 
 def a_release_that_cannot_work_is_refused_in_words() -> None:

@@ -1,0 +1,65 @@
+"""What has failed, or was rejected, behind training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from dcp_mem.common.log import log
+from dcp_mem.common.values import Outcome, State
+from dcp_mem.config import Settings
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.locks import saving_run
+from dcp_mem.operations.inventory import job_memory
+from dcp_mem.runtime.session import open_session
+from dcp_mem.runtime.states import status_of
+
+
+class Behind:
+    """Finds what is new among the failures and rejections of this node's checkpoints."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        memory = job_memory(settings)
+        held = [] if memory is None else memory.checkpoints()
+        self._said = {(one.manifest.save_id, error) for one, error in _failures(held)}
+
+    def troubles(self) -> tuple[str, ...]:
+        """Find what has failed behind training on this node since the last call, and log it.
+
+        Failures of checkpoints that an earlier run has left are logged only: its agent may still
+        try them, after its trainers have died and so without a right to the storage.
+        """
+        session = open_session(self._settings)
+        held = [] if session is None else session.memory.checkpoints()
+        own = "" if session is None else saving_run(session.memory.directory)
+        found = []
+        for one, error in _failures(held):
+            if (one.manifest.save_id, error) in self._said:
+                continue
+            self._said.add((one.manifest.save_id, error))
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                log.warning("%s: %s", one.name, error)
+            if one.manifest.run == own:
+                found.append(f"{one.name}: {error}")
+        return tuple(found)
+
+    def rejections(self) -> tuple[str, ...]:
+        """Find what has been rejected behind training on this node since the last call."""
+        session = open_session(self._settings)
+        held = [] if session is None else session.memory.checkpoints()
+        new = [one for one in held if one.rejected and (one.name, one.rejected) not in self._said]
+        self._said |= {(one.name, one.rejected) for one in new}
+        return tuple(f"{one.name}: rejected: {one.rejected}" for one in new)
+
+
+def _failures(held: list[LocalCheckpoint]) -> Iterator[tuple[LocalCheckpoint, str]]:
+    """Yield the checkpoints whose flush or copies have failed, and why.
+
+    Copies that were never begun, or are fewer because there are fewer nodes, have not failed.
+    """
+    for one in held:
+        status, copies = status_of(one), one.replication
+        error = copies.error if copies.outcome == Outcome.FAILED else ""
+        if error := (status.error if status.state is State.FAILED else error):
+            yield one, error

@@ -1,0 +1,81 @@
+"""Checkpoints that all ranks delete or reject together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from dcp_mem.comm import Ranks
+from dcp_mem.comm.agreement import described, from_all_ranks, leaving_on_error
+from dcp_mem.config import Settings
+from dcp_mem.errors import CheckpointNotFound, DcpMemError, RankFailed
+from dcp_mem.operations import housekeeping, rejecting
+from dcp_mem.operations.inventory import job_memory, list_checkpoints
+
+_BUSY_SECONDS = 60.0
+_PAUSE = 0.05
+
+
+def reject(settings: Settings, ranks: Ranks, name: str, why: str) -> None:
+    """Mark a checkpoint in memory and on storage. Raises CheckpointNotFound, RankFailed."""
+
+    def on_storage(rejected: Sequence[bool]) -> bool:
+        return rejecting.reject_on_storage(settings, name, why) or any(rejected)
+
+    in_memory = partial(rejecting.reject_in_memory, settings, name, why)
+    _on_all_ranks(settings, ranks, name, f"rejecting {name}", in_memory, on_storage)
+
+
+def delete(settings: Settings, ranks: Ranks, name: str) -> None:
+    """Delete a checkpoint everywhere. Raises CheckpointNotFound, RankFailed."""
+
+    def from_storage(evicted: Sequence[bool]) -> bool:
+        return _delete_from_storage(settings, name) or any(evicted)
+
+    from_memory = partial(_evict, settings, name)
+    _on_all_ranks(settings, ranks, name, f"deleting {name}", from_memory, from_storage)
+
+
+def _on_all_ranks(
+    settings: Settings,
+    ranks: Ranks,
+    name: str,
+    what: str,
+    act: Callable[[], bool],
+    decide: Callable[[Sequence[bool]], bool],
+) -> None:
+    """Act on every rank, decide on rank 0; raise on all ranks where one fails or nothing is."""
+    try:
+        with leaving_on_error(ranks):
+            is_found = from_all_ranks(ranks, what, act, decide)
+    except RankFailed:
+        raise
+    except Exception as error:
+        raise RankFailed(what, [(ranks.rank, described(error))]) from error
+    if not is_found:
+        available = [one.name for one in list_checkpoints(settings)]
+        raise CheckpointNotFound(name, f"job {settings.job}", available, [])
+
+
+def _evict(settings: Settings, name: str) -> bool:
+    memory, deadline = job_memory(settings), time.monotonic() + _BUSY_SECONDS
+    if memory is None or not memory.find(name):
+        return False
+    while True:
+        _, why_not = housekeeping.evict(settings, name)
+        if not why_not:
+            return True
+        if time.monotonic() > deadline:
+            raise DcpMemError(f"{name}: {why_not}")
+        time.sleep(_PAUSE)
+
+
+def _delete_from_storage(settings: Settings, name: str) -> bool:
+    if settings.url is None:
+        return False
+    try:
+        housekeeping.delete(settings.url, name, storage_options=settings.storage_options)
+    except CheckpointNotFound:
+        return False
+    return True
