@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import is_shared, leaving_on_error
-from dcp_mem.comm.dcp_call import DcpCall, direct_call
+from dcp_mem.comm.bridge.calls import DcpCall, direct_call
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint, RankFailed, StorageUnavailable

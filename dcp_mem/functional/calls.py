@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_mem.comm.dcp_errors import cause_of
+from dcp_mem.comm.bridge.errors import cause_of
 from dcp_mem.errors import ConfigError, kind_of
 
 

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from dcp_mem import functional
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import attempt, described, from_all_ranks, leaving_on_error
-from dcp_mem.comm.dcp_call import direct_call
-from dcp_mem.comm.dcp_errors import cause_of
+from dcp_mem.comm.bridge.calls import direct_call
+from dcp_mem.comm.bridge.errors import cause_of
 from dcp_mem.common.log import log
 from dcp_mem.common.values import CheckpointStatus, Outcome, SaveInfo, State
 from dcp_mem.config import Purpose, checked_metrics, checked_state, checked_step

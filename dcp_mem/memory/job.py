@@ -13,7 +13,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dcp_mem.common import files
@@ -106,7 +106,7 @@ class JobMemory:
 
     def find(self, name: str) -> list[LocalCheckpoint]:
         """Return the complete checkpoints of that name, one for each scope."""
-        return list(self._complete_in(self.checkpoint_directory(name), self.generations()))
+        return self._complete_in(self.checkpoint_directory(name), self.generations())
 
     def damaged_manifests(self, scope: str) -> dict[str, str]:
         """Return why checkpoints here can't be told of, by name: their manifests are damaged."""
@@ -144,30 +144,25 @@ class JobMemory:
         """Return the free space of the tmpfs."""
         return files.free_bytes(self.directory)
 
-    def _checkpoint_directories(self) -> Iterator[str]:
+    def _checkpoint_directories(self) -> list[str]:
         try:
-            listing = os.scandir(self.directory)
+            with os.scandir(self.directory) as entries:
+                return [one.path for one in entries if one.name[0] != "." and one.is_dir()]
         except FileNotFoundError:  # the memory of a job that has ended was reclaimed
-            return
-        with listing as entries:
-            yield from (
-                entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()
-            )
+            return []
 
-    def _complete_in(
-        self, directory: str, generations: Mapping[str, int]
-    ) -> Iterator[LocalCheckpoint]:
+    def _complete_in(self, directory: str, generations: Mapping[str, int]) -> list[LocalCheckpoint]:
         listed = _own_files(directory)
-        for manifest in self._manifests_in(directory, listed, generations):
-            yield local_checkpoint(directory, manifest, listed)
+        manifests = self._manifests_in(directory, listed, generations)
+        return [local_checkpoint(directory, manifest, listed) for manifest in manifests]
 
     def _manifests_in(
         self, directory: str, listed: Sequence[str], generations: Mapping[str, int]
-    ) -> Iterator[Manifest]:
-        for file in sorted(filter(_is_manifest, listed)):
-            manifest = self._read(os.path.join(directory, names.OWN, file))
-            if manifest is not None:
-                yield _raised(manifest, generations)
+    ) -> list[Manifest]:
+        named = [one for one in listed if one.startswith("manifest") and one.endswith(".json")]
+        read = [self._read(f"{directory}/{names.OWN}/{file}") for file in sorted(named)]
+        found = [manifest for manifest in read if manifest is not None]
+        return [_raised(one, generations) for one in found] if generations else found
 
     def _read(self, path: str) -> Manifest | None:
         """Read a manifest; None where its checkpoint has left memory meanwhile, or is damaged."""
@@ -198,13 +193,11 @@ class JobMemory:
         `manifests`: of the complete checkpoints here; None: they are looked up.
         """
         found = self.manifests() if manifests is None else manifests
-        of_checkpoints = (one.number for one in found if one.run != without_run)
-        of_runs = (
-            SaveNumber(generation)
-            for run, generation in self.generations().items()
-            if run != without_run
-        )
-        return max([*of_checkpoints, *of_runs], default=UNNUMBERED)
+        numbers = [one.number for one in found if one.run != without_run]
+        for run, generation in self.generations().items():
+            if run != without_run:
+                numbers.append(SaveNumber(generation))
+        return max(numbers, default=UNNUMBERED)
 
     def generations(self) -> Mapping[str, int]:
         """Return the generations that runs with checkpoints here have got on storage, by run."""
@@ -515,7 +508,7 @@ class JobMemory:
         A segment that a live process stages or holds is left alone.
         """
         self.drop_dead_links()
-        for directory in list(self._checkpoint_directories()):
+        for directory in self._checkpoint_directories():
             self.tidy(directory, show=True)
 
     def tidy(self, directory: str, *, show: bool = False) -> None:
@@ -526,7 +519,7 @@ class JobMemory:
         """
         with contextlib.suppress(FileNotFoundError), in_turn(directory):
             generations, own = self.generations(), _own_files(directory)
-            manifests = list(self._manifests_in(directory, own, generations))
+            manifests = self._manifests_in(directory, own, generations)
             remove_unlisted(directory, self.slots, manifests, own)
             for checkpoint in self._complete_in(directory, generations) if show else ():
                 if not has_stock_metadata(directory, checkpoint.manifest):
@@ -646,7 +639,3 @@ def _damage_of_manifest(path: str) -> str:
     except ManifestInvalid as error:
         return str(error)
     return ""
-
-
-def _is_manifest(entry: str) -> bool:
-    return entry.startswith("manifest") and entry.endswith(".json")

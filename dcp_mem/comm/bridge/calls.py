@@ -9,7 +9,7 @@ the constructor counts.
 The planner and the state dict are variables of the same kind. `PlanningCall` finds them in the
 first step, and can put another planner in place of DCP's: into DCP's own variable, so that the
 caller's planner isn't touched. Where a torch has other variables, there is no `PlanningCall`, and
-torch plans.
+torch plans. With `DCP_MEM_TORCH_PLANS=1` no frame is looked at, as if DCP had none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.comm import Ranks, SingleRank, ranks_of
-from dcp_mem.comm.dcp_exchanges import DcpExchanges, DistWrapper
+from dcp_mem.comm.bridge import torch_plans
+from dcp_mem.comm.bridge.exchanges import DcpExchanges, DistWrapper
 from dcp_mem.config import Purpose
 from dcp_mem.errors import ConfigError
 
@@ -127,7 +128,7 @@ def _variables_of_async_save() -> Mapping[str, Any]:
 
 def can_save_staged() -> bool:
     """Return whether the save that follows `stage` will have a `PlanningCall`."""
-    if not hasattr(state_dict_saver, "_save_state_dict"):
+    if torch_plans() or not hasattr(state_dict_saver, "_save_state_dict"):
         return False
     steps = [
         constant
@@ -137,16 +138,16 @@ def can_save_staged() -> bool:
     return any(_PLANNING_VARIABLES.issubset(step.co_freevars) for step in steps)
 
 
-def over_when_left() -> Callable[[], bool]:
+def over_when_left() -> Callable[[], bool] | None:
     """Return what tells whether the running `dcp.save` has ended, however it has.
 
-    Other threads may ask it. Outside of one, it says that the call is over.
+    Other threads may ask it. None where no frame tells.
     """
     for frame in _calling_frames():
         if "distW" in frame.f_code.co_cellvars:
             wrapper, number = weakref.ref(frame.f_locals["distW"]), id(frame)
             return partial(_has_left, wrapper, threading.get_ident(), number)
-    return lambda: True
+    return None
 
 
 def _has_left(wrapper: weakref.ref[Any], thread: int, number: int) -> bool:
@@ -255,7 +256,7 @@ def _calling_wrapper() -> DistWrapper | None:
 
 
 def _calling_frames() -> Iterator[FrameType]:
-    return islice(_from(sys._getframe(2).f_back), _DEPTH)
+    return islice(_from(sys._getframe(2).f_back), 0 if torch_plans() else _DEPTH)
 
 
 def _from(frame: FrameType | None) -> Iterator[FrameType]:
