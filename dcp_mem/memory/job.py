@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from dcp_mem.common import files
 from dcp_mem.common.log import log
@@ -84,25 +85,25 @@ class JobMemory:
     def checkpoints(self) -> list[LocalCheckpoint]:
         """Return every complete checkpoint, newest first."""
         generations = self.generations()
-        found = [
-            checkpoint
-            for directory in self._checkpoint_directories()
-            for checkpoint in self._complete_in(directory, generations)
-        ]
-        paths = {checkpoint.manifest_path for checkpoint in found}
-        for path in list(self._manifests):  # a copy: another thread may be looking as well
-            if path not in paths:
-                self._manifests.pop(path, None)
-        return newest_first(found, lambda checkpoint: checkpoint.manifest.place)
+        found: list[LocalCheckpoint] = []
+        for directory in self._checkpoint_directories():
+            found += self._complete_in(directory, generations)
+        if len(self._manifests) > len(found):
+            paths = {checkpoint.manifest_path for checkpoint in found}
+            for path in list(self._manifests):  # a copy: another thread may be looking as well
+                if path not in paths:
+                    self._manifests.pop(path, None)
+        return newest_first(found, attrgetter("manifest.place"))
 
     def manifests(self) -> list[Manifest]:
         """Return the manifests of all complete checkpoints, in no order; quicker than these."""
         generations = self.generations()
-        return [
-            manifest
-            for directory in self._checkpoint_directories()
-            for manifest in self._manifests_in(directory, _own_files(directory), generations)
-        ]
+        found: list[Manifest] = []
+        for directory in self._checkpoint_directories():
+            found += self._manifests_in(
+                directory, files_in(f"{directory}/{names.OWN}"), generations
+            )
+        return found
 
     def find(self, name: str) -> list[LocalCheckpoint]:
         """Return the complete checkpoints of that name, one for each scope."""
@@ -133,7 +134,9 @@ class JobMemory:
     def lists(self, path: str) -> bool:
         """Return whether the file is a segment, or parity, of a complete checkpoint."""
         directory, file = os.path.split(path)
-        manifests = self._manifests_in(directory, _own_files(directory), self.generations())
+        manifests = self._manifests_in(
+            directory, files_in(f"{directory}/{names.OWN}"), self.generations()
+        )
         return names.save_id_of(file) in {manifest.save_id for manifest in manifests}
 
     def allocated_bytes(self) -> int:
@@ -152,17 +155,20 @@ class JobMemory:
             return []
 
     def _complete_in(self, directory: str, generations: Mapping[str, int]) -> list[LocalCheckpoint]:
-        listed = _own_files(directory)
+        listed = files_in(f"{directory}/{names.OWN}")
         manifests = self._manifests_in(directory, listed, generations)
         return [local_checkpoint(directory, manifest, listed) for manifest in manifests]
 
     def _manifests_in(
         self, directory: str, listed: Sequence[str], generations: Mapping[str, int]
     ) -> list[Manifest]:
-        named = [one for one in listed if one.startswith("manifest") and one.endswith(".json")]
-        read = [self._read(f"{directory}/{names.OWN}/{file}") for file in sorted(named)]
-        found = [manifest for manifest in read if manifest is not None]
-        return [_raised(one, generations) for one in found] if generations else found
+        found = []
+        for file in sorted(listed):
+            if file.startswith("manifest") and file.endswith(".json"):
+                manifest = self._read(f"{directory}/{names.OWN}/{file}")
+                if manifest is not None:
+                    found.append(_raised(manifest, generations) if generations else manifest)
+        return found
 
     def _read(self, path: str) -> Manifest | None:
         """Read a manifest; None where its checkpoint has left memory meanwhile, or is damaged."""
@@ -518,7 +524,7 @@ class JobMemory:
         before it.
         """
         with contextlib.suppress(FileNotFoundError), in_turn(directory):
-            generations, own = self.generations(), _own_files(directory)
+            generations, own = self.generations(), files_in(f"{directory}/{names.OWN}")
             manifests = self._manifests_in(directory, own, generations)
             remove_unlisted(directory, self.slots, manifests, own)
             for checkpoint in self._complete_in(directory, generations) if show else ():
@@ -589,10 +595,6 @@ def last_use(directory: str) -> float:
             )
     except FileNotFoundError:
         return 0.0
-
-
-def _own_files(directory: str) -> Sequence[str]:
-    return files_in(os.path.join(directory, names.OWN))
 
 
 def _raised(manifest: Manifest, generations: Mapping[str, int]) -> Manifest:

@@ -86,11 +86,16 @@ _Rank = tuple[SaveNumber, bool, float, int, tuple[str, ...]]
 def newest_first(found: Iterable[T], place: Callable[[T], Place]) -> list[T]:
     """Return the checkpoints of a job, the newest first."""
     listed = list(found)
+    if len(listed) < 2:
+        return listed
     places = list(map(place, listed))
     generations = raised(places)
-    stored = [each for each in places if each.stored_at and not each.is_foreign]
     anchors = sorted(
-        [(each.stored_at, _number(each, generations)) for each in stored if each.number.generation]
+        [
+            (each.stored_at, _number(each, generations))
+            for each in places
+            if each.stored_at and each.number.generation and not each.is_foreign
+        ]
     )
     ranks = [_rank(each, generations, anchors) for each in places]
     order = sorted(range(len(listed)), key=ranks.__getitem__, reverse=True)

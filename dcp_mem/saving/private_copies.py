@@ -80,7 +80,7 @@ class _Copier:
         tensor = value.detach().to("cpu", copy=True)
         if not isinstance(value, torch.nn.Parameter):
             refuse_other_class(tensor, value, "is copied for an asynchronous save")
-        if self._is_shared:
+        if self._is_shared and tensor.layout is torch.strided:
             tensor.share_memory_()
         self._known[what] = tensor.detach()
         return tensor

@@ -18,11 +18,10 @@ import ctypes
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
@@ -154,7 +153,10 @@ def _has_left(wrapper: weakref.ref[Any], thread: int, number: int) -> bool:
     # A kept error keeps the frame's variables, but not the frame on its thread's stack.
     if wrapper() is None:
         return True
-    return all(id(frame) != number for frame in _from(sys._current_frames().get(thread)))
+    frame = sys._current_frames().get(thread)
+    while frame is not None and id(frame) != number:
+        frame = frame.f_back
+    return frame is None
 
 
 def planning_call(storage: Any) -> PlanningCall | None:
@@ -255,15 +257,13 @@ def _calling_wrapper() -> DistWrapper | None:
     return None
 
 
-def _calling_frames() -> Iterator[FrameType]:
-    return islice(_from(sys._getframe(2).f_back), 0 if torch_plans() else _DEPTH)
-
-
-def _from(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, its caller's, and so on."""
-    while frame is not None:
-        yield frame
+def _calling_frames() -> list[FrameType]:
+    found: list[FrameType] = []
+    frame = None if torch_plans() else sys._getframe(2).f_back
+    while frame is not None and len(found) < _DEPTH:
+        found.append(frame)
         frame = frame.f_back
+    return found
 
 
 def _members(group: dist.ProcessGroup | None) -> list[int]:
