@@ -19,7 +19,8 @@ from torch.futures import Future
 from typing_extensions import Unpack
 
 from dcp_mem.comm.agreement import attempt, is_of_one_call, leaving_on_error, was_voted_on
-from dcp_mem.comm.dcp_call import (
+from dcp_mem.comm.bridge import SWITCH, torch_plans
+from dcp_mem.comm.bridge.calls import (
     DcpCall,
     dcp_call,
     direct_call,
@@ -124,6 +125,8 @@ class MemoryStorageReader(StorageReader):
                 guard_planner(planning, call.ranks, self.close)
             elif planning is not None:
                 takeover = LoadTakeover(planning)
+            elif torch_plans():
+                log_once(f"loads are planned by torch, which takes longer: {SWITCH} is set")
             with leaving_on_error(call.ranks), collector_paused():
                 self._load = LoadAttempt(
                     self._request(
@@ -136,7 +139,7 @@ class MemoryStorageReader(StorageReader):
                 )
                 self._opened = open_newest(self._load)
         except (DcpMemError, OSError) as error:
-            if not is_called_by_dcp():
+            if not (is_called_by_dcp() or torch_plans()):
                 raise
             # torch would bury the error in an AssertionError's text. What set_up_storage_reader,
             # its next call, raises reaches the caller as it is.

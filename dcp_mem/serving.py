@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from dcp_mem.comm.dcp_choice import Choice, install
+from dcp_mem.comm.bridge.choice import Choice, install
 from dcp_mem.common.log import log
 from dcp_mem.config import is_checkpoint_name, root_url
 from dcp_mem.errors import ConfigError, DcpMemError, WaitTimeout

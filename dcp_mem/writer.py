@@ -19,7 +19,7 @@ from torch.futures import Future
 from typing_extensions import Unpack
 
 from dcp_mem.comm.agreement import leaving_on_error
-from dcp_mem.comm.dcp_call import (
+from dcp_mem.comm.bridge.calls import (
     dcp_call,
     global_metadata,
     planning_call,
@@ -37,11 +37,11 @@ from dcp_mem.options import SaveOptions, WriterOptions, of_kind, settings, takes
 from dcp_mem.planning.tensor_choice import tensor_rule
 from dcp_mem.runtime import states
 from dcp_mem.runtime.session import close_session, open_session
-from dcp_mem.saving.ahead import raise_if_refused, staged_in, stands_for_staged
+from dcp_mem.saving.ahead import staged_in, stands_for_staged
 from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, fill_in, republish
 from dcp_mem.saving.dcp_takeover import DcpTakeover, planner_of
 from dcp_mem.saving.prepare import Preparation, prepare
-from dcp_mem.saving.private_copies import copied, refuse_fields
+from dcp_mem.saving.private_copies import refuse_fields
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.saver import Saver
 from dcp_mem.saving.stage import Results
@@ -120,7 +120,9 @@ class MemoryStorageWriter(StorageWriter):
         calls.save = None
         takeover, calls.takeover = calls.takeover, None
         try:
-            calls.save = self._saver.begin_driven(takeover, kwargs.get("use_collectives", True))
+            with calls.step(is_last=False):
+                calls.save = self._saver.begin_driven(takeover, kwargs.get("use_collectives", True))
+                calls.save.finishes = is_coordinator
         except BaseException:
             # Now, and not when nobody keeps the error any more: it keeps the frames.
             if takeover is not None:
@@ -151,8 +153,13 @@ class MemoryStorageWriter(StorageWriter):
     @picklable
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save this rank's part; on return the checkpoint is complete in memory, on all nodes."""
-        begun = self._saver.calls.begun()
-        with leaving_on_error(begun.context.ranks), collector_paused():
+        calls = self._saver.calls
+        begun = calls.begun()
+        with (
+            calls.step(is_last=not begun.finishes),
+            leaving_on_error(begun.context.ranks),
+            collector_paused(),
+        ):
             if begun.own is not None:
                 self._saver.carry_out(begun.context, begun.own)
                 return _future([])
@@ -166,8 +173,9 @@ class MemoryStorageWriter(StorageWriter):
     @picklable
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Fill in the metadata that dcp.save returns; republish if the checkpoint has another."""
-        with collector_paused():
-            begun, calls = self._saver.calls.begun(), self._saver.calls
+        calls = self._saver.calls
+        with calls.step(is_last=True), collector_paused():
+            begun = calls.begun()
             calls.save, calls.name = None, None
             if begun.own is not None:
                 faults.point("save.finished")
@@ -209,11 +217,10 @@ class MemoryStorageWriter(StorageWriter):
         """
         call = staging_call(self)
         if call is None or not call.uses_collectives or self._saver.is_driven_otherwise:
-            raise_if_refused(state_dict)
             self._saver.stages_alone = True
             if call is not None and call.is_in_process:
                 refuse_fields(state_dict)
-            return copied(state_dict)
+            return self._saver.copied_elsewhere(state_dict)
         return self._saver.stage(call, state_dict)
 
     def synchronize_staging(self) -> None:

@@ -16,8 +16,7 @@ order:
     notices       messages to all ranks at any time, through the store
     timed_store   calls to the store that end in time
     waits         for whom a call waits, and ranks that wait under different roots
-    dcp_call      which ranks take part in the running `dcp.save` or `dcp.load`
-    dcp_errors    errors as `dcp.save` and `dcp.load` raise them
+    bridge        what is known of the insides of `dcp.save`, `dcp.async_save` and `dcp.load`
 """
 
 from dcp_mem.comm.collectives import Ranks, SingleRank

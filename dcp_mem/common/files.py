@@ -261,7 +261,8 @@ def allocated_bytes(path: str) -> int:
     found = dict[int, int]()
     for directory, below, names in os.walk(path):
         hidden = [name for name in below if name.startswith(".")]
-        below[:] = [*hidden, *(name for name in below if name not in hidden), *hidden]
+        if hidden:
+            below[:] = [*hidden, *(name for name in below if name not in hidden), *hidden]
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
                 facts = os.lstat(os.path.join(directory, name))

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import is_shared, known_to_all, leaving_on_error
-from dcp_mem.comm.dcp_call import DcpCall
+from dcp_mem.comm.bridge.calls import DcpCall
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint, RankFailed, StorageUnavailable

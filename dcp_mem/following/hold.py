@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_mem.comm.dcp_call import DcpCall, direct_call
+from dcp_mem.comm.bridge.calls import DcpCall, direct_call
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError
 from dcp_mem.functional import load_or_raise_cause

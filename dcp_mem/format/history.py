@@ -174,8 +174,10 @@ def _lines(rows: Sequence[HistoryRow]) -> bytes:
     stream = io.StringIO(newline="")
     writer = csv.writer(stream, lineterminator=_END)
     for row in rows:
-        cells = zip(COLUMNS, _cells(row), strict=True)
-        writer.writerow([_written(column, cell) for column, cell in cells])
+        cells = list(_cells(row))
+        for place, written in _WRITTEN.items():
+            cells[place] = written(cells[place])
+        writer.writerow(cells)
     return stream.getvalue().encode("utf-8", "replace")
 
 
@@ -195,12 +197,8 @@ def _row(cells: Sequence[str], places: Mapping[str, int]) -> HistoryRow | None:
         return None
 
 
-def _written(column: str, cell: Any) -> str | float:
-    if column in _MOMENTS:
-        return moment_text(cell)
-    if column == "metrics":
-        return json.dumps(dict(cell), separators=(",", ":")) if cell else ""
-    return "" if cell is None else _guarded(cell)
+def _metrics_text(metrics: Mapping[str, float]) -> str:
+    return json.dumps(dict(metrics), separators=(",", ":")) if metrics else ""
 
 
 def _metrics(text: str) -> dict[str, float]:
@@ -212,10 +210,8 @@ def _metrics(text: str) -> dict[str, float]:
         return {}
 
 
-def _guarded(cell: str | float) -> str | float:
-    """Return text that stays text when a spreadsheet reads it; numbers are harmless."""
-    if not isinstance(cell, str):
-        return cell
+def _guarded(cell: str) -> str:
+    """Return text that stays text when a spreadsheet reads it."""
     text = cell.replace("\0", "\ufffd")
     return f"'{text}" if text.lstrip("'").startswith(_FORMULAS) else text
 
@@ -234,5 +230,14 @@ _BY_TYPE: dict[Any, Callable[[str], Any]] = {
 _READ = {
     column: moment_of if column in _MOMENTS else _BY_TYPE[one.type]
     for column, one in zip(COLUMNS, fields(HistoryRow), strict=True)
+}
+_TEXT_OF: dict[Any, Callable[[Any], str]] = {
+    "str": _guarded,
+    "Mapping[str, float]": _metrics_text,
+}
+_WRITTEN = {  # by place, what isn't written as it is
+    place: moment_text if column in _MOMENTS else _TEXT_OF[one.type]
+    for place, (column, one) in enumerate(zip(COLUMNS, fields(HistoryRow), strict=True))
+    if column in _MOMENTS or one.type in _TEXT_OF
 }
 _HEAD = (",".join(COLUMNS) + _END).encode()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import TypedDict
 
-from dcp_mem.comm.dcp_errors import cause_of
+from dcp_mem.comm.bridge.errors import cause_of
 from dcp_mem.errors import ConfigError, kind_of
 
 

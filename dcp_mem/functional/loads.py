@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from typing_extensions import Unpack
 
 from dcp_mem.comm.agreement import attempt
-from dcp_mem.comm.dcp_errors import raised_as_by_dcp
+from dcp_mem.comm.bridge import torch_plans
+from dcp_mem.comm.bridge.errors import raised_as_by_dcp
 from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import (
@@ -154,7 +155,9 @@ def _load(
     elif isinstance(planner, DefaultLoadPlanner) and not why_not_own_plan(planner):
         planner = usual(allow_partial_load=planner.allow_partial_load)
     states = States(ordered)
-    if isinstance(storage_reader, MemoryStorageReader) and isinstance(planner, LocalLoadPlanner):
+    plans_alone = isinstance(planner, LocalLoadPlanner) and not torch_plans()
+    if isinstance(storage_reader, MemoryStorageReader) and plans_alone:
+        assert isinstance(planner, LocalLoadPlanner)
         group = process_group if process_group is not None else storage_reader._process_group
         with raising("load", group, no_dist, states.has_raised_or_left_to_torch):
             loaded = storage_reader._load_collectively(

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,8 +20,9 @@ from typing_extensions import Unpack
 
 from dcp_mem.comm import refuse_missing_group
 from dcp_mem.comm.agreement import Attempted, attempt
-from dcp_mem.comm.dcp_call import StagingCall, can_save_staged
-from dcp_mem.comm.dcp_errors import raised_as_by_dcp
+from dcp_mem.comm.bridge import SWITCH, torch_plans
+from dcp_mem.comm.bridge.calls import StagingCall, can_save_staged
+from dcp_mem.comm.bridge.errors import raised_as_by_dcp
 from dcp_mem.common.background import KeptThreads
 from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
@@ -171,6 +171,8 @@ def _why_not(
         return "the storage_writer isn't a MemoryStorageWriter"
     if not use_collectives:
         return "use_collectives=False"
+    if torch_plans():
+        return f"{SWITCH} is set"
     return why_not_own_plan(planner)
 
 
@@ -277,8 +279,7 @@ def _can_begin_itself(process_group: dist.ProcessGroup | None) -> bool:
         return False
     if not dist.is_initialized():
         return True
-    group = process_group if process_group is not None else dist.group.WORLD
-    return torch.device("cpu") in getattr(group, "_device_types", ())
+    return "cpu:" in dist.get_backend_config(process_group)
 
 
 def _begin_own(state_dict: dict[str, Any], **arguments: Any) -> Future[Metadata]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import leaving_on_error
-from dcp_mem.comm.dcp_call import PlanningCall
+from dcp_mem.comm.bridge.calls import PlanningCall
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.errors import picklable
 from dcp_mem.format.metadata import LazyMetadata

@@ -100,7 +100,7 @@ def begin_repair(load: LoadAttempt, choice: ElectedCheckpoint) -> Repair:
         load.memory = opened.value.memory
     raise_cannot_repair(ranks.all_reduce(_session_failures(opened, ranks.rank), joined))
     session = opened.value
-    topology = session.topology(ranks, settings.failure_domain)
+    topology = session.nodes.topology(ranks, settings.failure_domain)
     published = attempt(lambda: _publish_where_unknown(session, topology, choice, files))
     raise_cannot_repair(ranks.all_reduce(published.failures(ranks.rank), joined))
     found = attempt(lambda: _found(session, choice.name, choice.save_id))
@@ -149,7 +149,7 @@ def _publish_where_unknown(
 
 def _publish(session: Session, files: DescriptionFiles) -> None:
     session.catalogs.put(files.catalog)
-    session.publish(Manifest.from_json(files.manifest))
+    session.publisher.publish(Manifest.from_json(files.manifest))
 
 
 def _found(session: Session, name: str, save_id: str) -> LocalCheckpoint:

@@ -22,8 +22,8 @@ from typing_extensions import Unpack
 from dcp_mem import functional
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import attempt, described, leaving_on_error
-from dcp_mem.comm.dcp_call import direct_call
-from dcp_mem.comm.dcp_errors import cause_of
+from dcp_mem.comm.bridge.calls import direct_call
+from dcp_mem.comm.bridge.errors import cause_of
 from dcp_mem.common.log import log
 from dcp_mem.common.values import CheckpointStatus, SaveInfo, State
 from dcp_mem.config import Purpose, checked_metrics, checked_state, checked_step

@@ -13,8 +13,9 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from dcp_mem.common import files
 from dcp_mem.common.log import log
@@ -84,29 +85,29 @@ class JobMemory:
     def checkpoints(self) -> list[LocalCheckpoint]:
         """Return every complete checkpoint, newest first."""
         generations = self.generations()
-        found = [
-            checkpoint
-            for directory in self._checkpoint_directories()
-            for checkpoint in self._complete_in(directory, generations)
-        ]
-        paths = {checkpoint.manifest_path for checkpoint in found}
-        for path in list(self._manifests):  # a copy: another thread may be looking as well
-            if path not in paths:
-                self._manifests.pop(path, None)
-        return newest_first(found, lambda checkpoint: checkpoint.manifest.place)
+        found: list[LocalCheckpoint] = []
+        for directory in self._checkpoint_directories():
+            found += self._complete_in(directory, generations)
+        if len(self._manifests) > len(found):
+            paths = {checkpoint.manifest_path for checkpoint in found}
+            for path in list(self._manifests):  # a copy: another thread may be looking as well
+                if path not in paths:
+                    self._manifests.pop(path, None)
+        return newest_first(found, attrgetter("manifest.place"))
 
     def manifests(self) -> list[Manifest]:
         """Return the manifests of all complete checkpoints, in no order; quicker than these."""
         generations = self.generations()
-        return [
-            manifest
-            for directory in self._checkpoint_directories()
-            for manifest in self._manifests_in(directory, _own_files(directory), generations)
-        ]
+        found: list[Manifest] = []
+        for directory in self._checkpoint_directories():
+            found += self._manifests_in(
+                directory, files_in(f"{directory}/{names.OWN}"), generations
+            )
+        return found
 
     def find(self, name: str) -> list[LocalCheckpoint]:
         """Return the complete checkpoints of that name, one for each scope."""
-        return list(self._complete_in(self.checkpoint_directory(name), self.generations()))
+        return self._complete_in(self.checkpoint_directory(name), self.generations())
 
     def damaged_manifests(self, scope: str) -> dict[str, str]:
         """Return why checkpoints here can't be told of, by name: their manifests are damaged."""
@@ -133,7 +134,9 @@ class JobMemory:
     def lists(self, path: str) -> bool:
         """Return whether the file is a segment, or parity, of a complete checkpoint."""
         directory, file = os.path.split(path)
-        manifests = self._manifests_in(directory, _own_files(directory), self.generations())
+        manifests = self._manifests_in(
+            directory, files_in(f"{directory}/{names.OWN}"), self.generations()
+        )
         return names.save_id_of(file) in {manifest.save_id for manifest in manifests}
 
     def allocated_bytes(self) -> int:
@@ -144,30 +147,28 @@ class JobMemory:
         """Return the free space of the tmpfs."""
         return files.free_bytes(self.directory)
 
-    def _checkpoint_directories(self) -> Iterator[str]:
+    def _checkpoint_directories(self) -> list[str]:
         try:
-            listing = os.scandir(self.directory)
+            with os.scandir(self.directory) as entries:
+                return [one.path for one in entries if one.name[0] != "." and one.is_dir()]
         except FileNotFoundError:  # the memory of a job that has ended was reclaimed
-            return
-        with listing as entries:
-            yield from (
-                entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()
-            )
+            return []
 
-    def _complete_in(
-        self, directory: str, generations: Mapping[str, int]
-    ) -> Iterator[LocalCheckpoint]:
-        listed = _own_files(directory)
-        for manifest in self._manifests_in(directory, listed, generations):
-            yield local_checkpoint(directory, manifest, listed)
+    def _complete_in(self, directory: str, generations: Mapping[str, int]) -> list[LocalCheckpoint]:
+        listed = files_in(f"{directory}/{names.OWN}")
+        manifests = self._manifests_in(directory, listed, generations)
+        return [local_checkpoint(directory, manifest, listed) for manifest in manifests]
 
     def _manifests_in(
         self, directory: str, listed: Sequence[str], generations: Mapping[str, int]
-    ) -> Iterator[Manifest]:
-        for file in sorted(filter(_is_manifest, listed)):
-            manifest = self._read(os.path.join(directory, names.OWN, file))
-            if manifest is not None:
-                yield _raised(manifest, generations)
+    ) -> list[Manifest]:
+        found = []
+        for file in sorted(listed):
+            if file.startswith("manifest") and file.endswith(".json"):
+                manifest = self._read(f"{directory}/{names.OWN}/{file}")
+                if manifest is not None:
+                    found.append(_raised(manifest, generations) if generations else manifest)
+        return found
 
     def _read(self, path: str) -> Manifest | None:
         """Read a manifest; None where its checkpoint has left memory meanwhile, or is damaged."""
@@ -198,13 +199,11 @@ class JobMemory:
         `manifests`: of the complete checkpoints here; None: they are looked up.
         """
         found = self.manifests() if manifests is None else manifests
-        of_checkpoints = (one.number for one in found if one.run != without_run)
-        of_runs = (
-            SaveNumber(generation)
-            for run, generation in self.generations().items()
-            if run != without_run
-        )
-        return max([*of_checkpoints, *of_runs], default=UNNUMBERED)
+        numbers = [one.number for one in found if one.run != without_run]
+        for run, generation in self.generations().items():
+            if run != without_run:
+                numbers.append(SaveNumber(generation))
+        return max(numbers, default=UNNUMBERED)
 
     def generations(self) -> Mapping[str, int]:
         """Return the generations that runs with checkpoints here have got on storage, by run."""
@@ -515,7 +514,7 @@ class JobMemory:
         A segment that a live process stages or holds is left alone.
         """
         self.drop_dead_links()
-        for directory in list(self._checkpoint_directories()):
+        for directory in self._checkpoint_directories():
             self.tidy(directory, show=True)
 
     def tidy(self, directory: str, *, show: bool = False) -> None:
@@ -525,8 +524,8 @@ class JobMemory:
         before it.
         """
         with contextlib.suppress(FileNotFoundError), in_turn(directory):
-            generations, own = self.generations(), _own_files(directory)
-            manifests = list(self._manifests_in(directory, own, generations))
+            generations, own = self.generations(), files_in(f"{directory}/{names.OWN}")
+            manifests = self._manifests_in(directory, own, generations)
             remove_unlisted(directory, self.slots, manifests, own)
             for checkpoint in self._complete_in(directory, generations) if show else ():
                 if not has_stock_metadata(directory, checkpoint.manifest):
@@ -598,10 +597,6 @@ def last_use(directory: str) -> float:
         return 0.0
 
 
-def _own_files(directory: str) -> Sequence[str]:
-    return files_in(os.path.join(directory, names.OWN))
-
-
 def _raised(manifest: Manifest, generations: Mapping[str, int]) -> Manifest:
     generation = generations.get(manifest.run, 0)
     if generation <= manifest.generation:
@@ -646,7 +641,3 @@ def _damage_of_manifest(path: str) -> str:
     except ManifestInvalid as error:
         return str(error)
     return ""
-
-
-def _is_manifest(entry: str) -> bool:
-    return entry.startswith("manifest") and entry.endswith(".json")

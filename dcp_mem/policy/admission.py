@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 
 from dcp_mem.common.sendable import sendable
 from dcp_mem.policy.facts import CheckpointFacts
@@ -232,12 +233,12 @@ def _needed(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
 
 def _newest(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
     kept = [one for one in kept if not one.rejected]
-    return frozenset(one.key for one in _newest_first(kept)[:1])
+    return frozenset([_newest_first(kept)[0].key] if kept else ())
 
 
 def _newest_first(kept: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
-    return newest_first(kept, lambda one: one.place)
+    return newest_first(kept, attrgetter("place"))
 
 
 def _busy(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
-    return frozenset(one.key for one in kept if one.busy)
+    return frozenset([one.key for one in kept if one.busy])

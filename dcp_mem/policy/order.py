@@ -85,15 +85,21 @@ _Rank = tuple[SaveNumber, bool, float, int, tuple[str, ...]]
 
 def newest_first(found: Iterable[T], place: Callable[[T], Place]) -> list[T]:
     """Return the checkpoints of a job, the newest first."""
-    placed = [(one, place(one)) for one in found]
-    generations = raised(each for _, each in placed)
+    listed = list(found)
+    if len(listed) < 2:
+        return listed
+    places = list(map(place, listed))
+    generations = raised(places)
     anchors = sorted(
-        (each.stored_at, _number(each, generations))
-        for _, each in placed
-        if each.number.generation and each.stored_at and not each.is_foreign
+        [
+            (each.stored_at, _number(each, generations))
+            for each in places
+            if each.stored_at and each.number.generation and not each.is_foreign
+        ]
     )
-    placed.sort(key=lambda each: _rank(each[1], generations, anchors), reverse=True)
-    return [one for one, _ in placed]
+    ranks = [_rank(each, generations, anchors) for each in places]
+    order = sorted(range(len(listed)), key=ranks.__getitem__, reverse=True)
+    return [listed[number] for number in order]
 
 
 def is_newer(one: Place, other: Place) -> bool:

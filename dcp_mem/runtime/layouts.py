@@ -99,7 +99,8 @@ def put_frames(slot: Slot, plan_layout: PlanLayout) -> None:
     if slot.frames != plan_layout.frames:
         slot.frames = ""  # a slot that is only half done must not pass for one that is
         specs = [spec for spec in plan_layout.dense if spec is not None]
+        address = slot.address
         for offset, piece in frame_pieces(plan_layout.layout, specs):
-            ctypes.memmove(slot.address + offset, piece, len(piece))
+            ctypes.memmove(address + offset, piece, len(piece))
         slot.frames = plan_layout.frames
     pinning.pin(slot)

@@ -48,12 +48,8 @@ class Publisher:
             self._stock_metadata.add(manifest)
 
     def drain(self) -> None:
-        """Finish what is being put there, as the process ends."""
+        """Finish what is being put there; a later checkpoint starts another thread."""
         with self._guard:
             thread, self._stock_metadata = self._stock_metadata, None
         if thread is not None:
             thread.close()
-
-    def close(self) -> None:
-        """Finish what is being put there; a later checkpoint starts another thread."""
-        self.drain()

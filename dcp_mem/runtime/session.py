@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TypeVar
 
-from dcp_mem.comm import Ranks
 from dcp_mem.config import Settings
 from dcp_mem.errors import DcpMemError
-from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.catalogs import Catalogs
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity
@@ -34,7 +32,7 @@ from dcp_mem.runtime.layouts import Layouts
 from dcp_mem.runtime.numbers import RunNumbers
 from dcp_mem.runtime.prefaulting import Prefaulting
 from dcp_mem.runtime.publishing import Publisher
-from dcp_mem.runtime.topology import JobNodes, Topology
+from dcp_mem.runtime.topology import JobNodes
 from dcp_mem.runtime.turns import Turn, Turns
 
 T = TypeVar("T")
@@ -70,7 +68,7 @@ class Session:
     the next one's. `replicator`: has complete checkpoints copied to other nodes. `shared_copies`:
     copies of other ranks' frozen tensors, for the next checkpoints to share. `publisher`: makes
     checkpoints COMPLETE on this node. `nodes`: on which nodes the job runs. `turns`: the order of
-    the saves.
+    the saves. `agent`: this process's link to the node's agent.
     """
 
     def __init__(self, root: str, job: str, identity: RunIdentity) -> None:
@@ -96,19 +94,8 @@ class Session:
         self.nodes = JobNodes(self.memory.node)
         self.turns = Turns()
         self._end: threading.Event | None = None  # set once it is closed; None: it stays open
-        self._agent = AgentLink(root)
+        self.agent = AgentLink(root)
         self._noted_run = ""
-
-    def topology(self, ranks: Ranks, failure_domain: str = "") -> Topology:
-        """Return where these ranks run; see `JobNodes.topology`.
-
-        `failure_domain`: of this node; "" for one of its own.
-        """
-        return self.nodes.topology(ranks, failure_domain)
-
-    def publish(self, manifest: Manifest) -> None:
-        """Make a checkpoint COMPLETE on this node; see `Publisher.publish`."""
-        self.publisher.publish(manifest)
 
     def slots_for(self, plans: Iterable[FilePlan]) -> dict[str, Slot | str]:
         """Claim a slot for each file that other ranks will send, and set its memory aside.
@@ -134,7 +121,7 @@ class Session:
         `now`: try at once again what failed; otherwise that has its time.
         """
         nodes, run = self.nodes.of_all_ranks, self.numbers.token
-        return self._agent.wake(settings, nodes, run, now=now, is_waiting=is_waiting)
+        return self.agent.wake(settings, nodes, run, now=now, is_waiting=is_waiting)
 
     def announce_run(self, settings: Settings, run: str, *, is_flushed: bool) -> None:
         """Have the flusher know a run's settings before it can find the run's first checkpoint.
@@ -145,12 +132,8 @@ class Session:
         if run != self._noted_run:
             self.lock.note_run(run, settings.url)
             self._noted_run = run
-        if is_flushed and not self._agent.knows(run):
+        if is_flushed and not self.agent.knows(run):
             self.wake_agent(settings)
-
-    def sum_up(self, settings: Settings) -> None:
-        """Have checksums made of complete checkpoints that stay in memory."""
-        self._agent.sum_up(settings)
 
     def tell_nodes(self, settings: Settings) -> None:
         """Tell the agent on which nodes the job runs now, if that is news and something is pending.
@@ -158,8 +141,8 @@ class Session:
         The flush of a checkpoint of an earlier run may be waiting for nodes that are gone. An agent
         that was killed is followed by another one.
         """
-        is_news = self._agent.is_news(self.nodes.of_all_ranks)
-        if not (self._agent.has_lost_agent() or is_news):
+        is_news = self.agent.is_news(self.nodes.of_all_ranks)
+        if not (self.agent.has_lost_agent() or is_news):
             return
         if any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
             self.wake_agent(settings)
@@ -172,7 +155,7 @@ class Session:
         self.prefaulting.close()
         self.frozen.comparison.wait()
         self.replicator.wait()
-        self.publisher.close()
+        self.publisher.drain()
 
     def close(self, *, keep_slots: bool) -> None:
         """Give back slots, mappings and the job's lock. Call it in a turn of its own.
@@ -181,7 +164,7 @@ class Session:
 
         `keep_slots`: leave slots and mappings to this process's next session of the job.
         """
-        steps: list[Callable[[], object]] = [self._agent.stop]
+        steps: list[Callable[[], object]] = [self.agent.stop]
         if keep_slots:
             steps += [self._keep_slots]
         else:
@@ -212,7 +195,7 @@ class Session:
             self.replicator.cancel()
             self.replicator.wait(_CANCEL_AT_EXIT)
         self.publisher.drain()
-        self._agent.drain()
+        self.agent.drain()
 
 
 _sessions: dict[tuple[int, str, str], Session] = {}

@@ -59,7 +59,7 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
     CheckpointExists, ConfigError, RankFailed.
     """
     started = time.monotonic()
-    topology = context.session.topology(context.ranks, context.settings.failure_domain)
+    topology = context.session.nodes.topology(context.ranks, context.settings.failure_domain)
     report = _report(context, topology, planned)
     ballot = context.ranks.all_reduce(_ballot(context, topology, planned, report), Ballot.join)
     proposal, newest = ballot.proposal, SaveNumber.unpacked(ballot.newest)

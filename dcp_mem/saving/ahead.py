@@ -33,17 +33,16 @@ from dcp_mem.errors import ConfigError, DcpMemError, plain_error
 from dcp_mem.memory.copying import Chosen, Columns
 from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.policy.slots import growth
-from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
+from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.turns import Turn
 from dcp_mem.saving.frozen import give_back
 from dcp_mem.saving.overlap import Overlap, OverlappedCopies
-from dcp_mem.saving.own_plan import CatalogOfOwnPlan, catalog_source_of
 from dcp_mem.saving.own_plans import OwnPlans, own_plans_of
 from dcp_mem.saving.plan import claims_of
 from dcp_mem.saving.private_copies import fields_in, set_fields_in
 from dcp_mem.saving.stage import Filled, Later, fill, seal_filled
-from dcp_mem.saving.values import Agreed, Planned, SaveContext, Staged
+from dcp_mem.saving.values import Agreed, ItemProvider, Planned, SaveContext, Staged
 
 _KEY = "staged by dcp_mem"
 _REFUSED = "refused by dcp_mem"
@@ -237,8 +236,8 @@ def _has_room(context: SaveContext, planned: Planned) -> bool:
     return not grows or (limit is None and session.memory.free_bytes() > grows)
 
 
-class AheadCopy:
-    """A state dict that lies in a slot, by a plan of all ranks: an ItemProvider for one save.
+class AheadCopy(ItemProvider):
+    """A state dict that lies in a slot, by a plan of all ranks, for one save.
 
     A copy that no save takes gives its slot back.
     """
@@ -302,17 +301,6 @@ class AheadCopy:
     def give_back(self) -> None:
         """Give the slot back, unless it has been sealed: its save has failed."""
         self._unused()
-
-    def has_changed(self, saved: SavedPlan | None) -> bool:
-        """Return False: the plan was there before."""
-        return False
-
-    def catalog_source(self, planned: Planned) -> CatalogOfOwnPlan:
-        """Return what makes a catalog of the global plan and the ranks' rows."""
-        return catalog_source_of(planned)
-
-    def settle(self, saved: SavedPlan) -> None:
-        """Do nothing: the plan is kept already."""
 
     def finish(self) -> None:
         """Return once all of it has been copied.

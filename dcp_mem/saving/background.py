@@ -55,7 +55,7 @@ def _tell(context: SaveContext, completed: Completed) -> None:
         session.wake_agent(context.settings)
     else:
         session.tell_nodes(context.settings)
-    session.sum_up(context.settings)
+    session.agent.sum_up(context.settings)
 
 
 def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_slots: bool) -> None:

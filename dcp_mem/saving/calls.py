@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
@@ -14,7 +15,7 @@ from dcp_mem.comm.agreement import (
     known_to_all,
     on_all_ranks,
 )
-from dcp_mem.comm.dcp_call import DcpCall
+from dcp_mem.comm.bridge.calls import DcpCall
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, RankFailed
@@ -36,6 +37,7 @@ class DcpSave:
     context: SaveContext
     takeover: DcpTakeover | None = None  # where dcp_mem may plan it; None where DCP's planner does
     manifest: Manifest | None = None  # of what DCP's planner has planned, once that is complete
+    finishes: bool = True  # whether DCP calls `finish` on this rank: it does on the coordinator
 
     @property
     def own(self) -> DcpTakeover | None:
@@ -49,9 +51,10 @@ class ThreadCalls(threading.local):
 
     `name`: of the checkpoint to save. `refused`: why it can't have that name. `why_not`: why
     dcp_mem can't plan the next save; "" where that isn't known. `takeover`: of the save whose
-    planning begins. `turn`: of the save that DCP drives. `save`: that DCP is in the middle of.
-    `last`: the last complete checkpoint, and what its coordinator said of it. `overlap`: which
-    copies of the next `stage` needn't be made at once.
+    planning begins. `turn`: of the save that DCP drives. `is_unseen`: whether no frame tells when
+    that save ends. `save`: that DCP is in the middle of. `last`: the last complete checkpoint, and
+    what its coordinator said of it. `overlap`: which copies of the next `stage` needn't be made at
+    once.
     """
 
     def __init__(self) -> None:
@@ -60,6 +63,7 @@ class ThreadCalls(threading.local):
         self.why_not = ""
         self.takeover: DcpTakeover | None = None
         self.turn: Turn | None = None
+        self.is_unseen = False
         self.save: DcpSave | None = None
         self.last: tuple[Manifest, SaveInfo] | None = None
         self.overlap: Overlap | None = None
@@ -67,6 +71,21 @@ class ThreadCalls(threading.local):
     def reset(self) -> None:
         """Forget the save before, but for what it has made."""
         self.name, self.refused, self.takeover, self.save = None, None, None, None
+
+    @contextmanager
+    def step(self, *, is_last: bool) -> Iterator[None]:
+        """Make a step of a save; end its turn with the last one, or one that fails.
+
+        Only where no frame tells the end of the call, which comes later.
+        """
+        try:
+            yield
+        except BaseException:
+            is_last = True
+            raise
+        finally:
+            if is_last and self.is_unseen and self.turn is not None:
+                self.turn.end()
 
     def begun(self) -> DcpSave:
         """Return the save that DCP is in the middle of. Raises ConfigError where there is none."""

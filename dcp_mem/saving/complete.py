@@ -26,7 +26,6 @@ from dcp_mem.saving.frozen import remember, share_staged, take_back
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.values import (
     Agreed,
-    CatalogSource,
     Completed,
     ItemProvider,
     Planned,
@@ -73,7 +72,7 @@ def complete(
     4. Retain: each node's leader evicts what the policy doesn't keep.
     5. Remember what the next save may go by.
 
-    `provider`: of the items; makes the catalog where that has changed. Raises RankFailed.
+    Raises RankFailed.
     """
     session, topology = context.session, agreed.topology
     key = context.plan_key(planned.plan_id)
@@ -87,8 +86,7 @@ def complete(
         is_shared = True
         saved, catalog = _same_as(last, agreed, receipts), None
         if saved is None:
-            source = provider.catalog_source(planned)
-            saved, catalog = _described(context, agreed, staged.value, source)
+            saved, catalog = _described(context, agreed, staged.value)
         manifest = _manifest(context, agreed, saved)
         _publish_on_all_nodes(context, agreed, manifest, catalog)
         if topology.is_leader:
@@ -174,9 +172,7 @@ def _same_as(last: SavedPlan | None, agreed: Agreed, receipts: _Receipts) -> Sav
     return replace(last, segments=last.segments.for_next_save(agreed.save_id, dict(receipts.tails)))
 
 
-def _described(
-    context: SaveContext, agreed: Agreed, staged: Staged, source: CatalogSource
-) -> tuple[SavedPlan, Any]:
+def _described(context: SaveContext, agreed: Agreed, staged: Staged) -> tuple[SavedPlan, Any]:
     """Have the coordinator make the catalog of all ranks' items.
 
     Returns what is saved, and on each node's leader the catalog's bytes.
@@ -186,8 +182,9 @@ def _described(
     found = ranks.all_reduce({ranks.rank: (staged.segment, second)}, operator.or_)
     firsts, seconds = zip(*(found[rank] for rank in range(ranks.size)), strict=True)
     segments = Segments.of(agreed.save_id, filter(None, (*firsts, *seconds)))
-    parts = ranks.gather(source.part(context.rank, staged), source.share)
-    made = attempt(lambda: source.catalog(parts).to_bytes() if ranks.rank == 0 else b"")
+    items = staged.items
+    parts = ranks.gather(items.part(context.rank, staged), items.share)
+    made = attempt(lambda: items.catalog(parts).to_bytes() if ranks.rank == 0 else b"")
     key = on_rank_0(ranks, f"describing {context.name}", lambda: catalog_key(made.value))
     context.session.heap.note_growth()
     saved = SavedPlan(key, _fingerprint(staged), segments)
@@ -253,7 +250,7 @@ def _publish_on_all_nodes(
             session.numbers.keep_newest(manifest)
             is_flushed = concerns_flusher(context, manifest)
             session.announce_run(context.settings, manifest.run, is_flushed=is_flushed)
-            session.publish(manifest)
+            session.publisher.publish(manifest)
 
     published = attempt(publish)
     failures = published.failures(ranks.rank)

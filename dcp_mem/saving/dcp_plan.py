@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
@@ -15,28 +16,19 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_mem.common.values import Outcome
-from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import RankItems, catalog_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import with_storage
 from dcp_mem.runtime.last_saves import SavedPlan
 from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, warn_without_effect
 from dcp_mem.saving.frozen_apart import frozen_apart
-from dcp_mem.saving.plan import item_key, plan_segment, resolves_as_is
+from dcp_mem.saving.plan import PlannerItems, item_key, plan_segment, resolves_as_is
 from dcp_mem.saving.stage import stage
-from dcp_mem.saving.values import (
-    Agreed,
-    IndexedPart,
-    IndexedParts,
-    Planned,
-    SaveContext,
-    Staged,
-    in_order,
-)
+from dcp_mem.saving.values import ItemProvider, Planned, SaveContext
 
 
-class DcpPlanItems:
-    """The items of a plan that DCP has made: an ItemProvider for one save."""
+class DcpPlanItems(ItemProvider):
+    """The items of a plan that DCP has made, for one save."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, tracker: DcpPlanTracker) -> None:
         """Take what DCP hands to `write_data`."""
@@ -44,7 +36,8 @@ class DcpPlanItems:
 
     def plan(self, context: SaveContext) -> Planned:
         """Take this rank's plan apart."""
-        planned = plan_segment(context, self._plan, self._planner)
+        items = PlannerItems(self._planner, partial(self._tracker.metadata, self._planner))
+        planned = plan_segment(context, self._plan, self._planner, items)
         if context.frozen is None:
             return planned
         why_not = _why_not_frozen(context, self._planner)
@@ -55,21 +48,11 @@ class DcpPlanItems:
         tensors = list(map(self._planner.resolve_data, planned.tensors))
         return frozen_apart(context, planned, keys, tensors)[0]  # type: ignore[arg-type]
 
-    def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
-        """Return False: DCP's plan is the only one."""
-        return False
-
-    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-        """Copy what the planner resolves into a slot."""
-        return stage(context, agreed, planned)
+    stage = staticmethod(stage)
 
     def has_changed(self, saved: SavedPlan | None) -> bool:
         """Return whether the metadata may differ from that of the last save."""
         return self._tracker.has_changed(self._planner, saved)
-
-    def catalog_source(self, planned: Planned) -> CatalogOfDcpPlan:
-        """Return what makes a catalog of DCP's metadata and the ranks' items."""
-        return CatalogOfDcpPlan(lambda: self._tracker.metadata(self._planner))
 
     def settle(self, saved: SavedPlan) -> None:
         """Remember that the checkpoint is complete with this structure."""
@@ -204,17 +187,6 @@ def _structure(plan: SavePlan) -> object:
         return hash(items), hash(tuple(data.items()) if isinstance(data, dict) else data)
     except TypeError:
         return items, data
-
-
-class CatalogOfDcpPlan(IndexedParts):
-    """A catalog of DCP's metadata, and of what each rank says where its items lie."""
-
-    def __init__(self, metadata: Callable[[], Metadata]) -> None:
-        self._metadata = metadata
-
-    def catalog(self, parts: Sequence[IndexedPart]) -> Catalog:
-        """Join the parts with DCP's metadata."""
-        return catalog_of(self._metadata(), in_order(parts))
 
 
 def republish(

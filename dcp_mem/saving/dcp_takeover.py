@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_mem.comm import Ranks, SingleRank
 from dcp_mem.comm.agreement import Attempted, attempt, leaving_on_error
-from dcp_mem.comm.dcp_call import PlanningCall
+from dcp_mem.comm.bridge.calls import PlanningCall
 from dcp_mem.common.log import log
 from dcp_mem.errors import picklable
 from dcp_mem.planning.contradictions import PlanInvalid

@@ -153,49 +153,11 @@ def rows_of(planned: Planned) -> RowItems:
     return items
 
 
-def catalog_source_of(planned: Planned) -> CatalogOfOwnPlan:
-    """Return what makes a catalog of a plan of dcp_mem's own."""
-    return CatalogOfOwnPlan(rows_of(planned).whole)
-
-
-class CatalogOfOwnPlan:
-    """A catalog of the global plan, and of what each rank says where its rows lie.
-
-    `whole`: the global plan on rank 0; None on the other ranks.
-    """
-
-    def __init__(self, whole: WholePlan | None) -> None:
-        self._whole = whole
-
-    def part(self, rank: int, staged: Staged) -> _Written:
-        """Return the rows that this rank has written to each segment, and where they lie."""
-        first = WrittenItems(rank, np.array(staged.order, np.int64), staged.layout.described)
-        if staged.frozen is None:
-            return (first,)
-        items = staged.frozen.filled.items
-        rows = np.array(items.rows, np.int64)
-        return first, WrittenItems(staged.frozen.segment.rank, rows, items.layout.described)
-
-    def share(self, parts: Sequence[_Written]) -> Sequence[_Written]:
-        """Return the parts, with equal layouts as one object."""
-        shared = iter(share_written([one for part in parts for one in part]))
-        return [tuple(islice(shared, len(part))) for part in parts]
-
-    def catalog(self, parts: Sequence[_Written]) -> Catalog | SharedCatalog:
-        """Join the parts with the global plan."""
-        assert self._whole is not None
-        second = [one for part in parts for one in part[1:]]
-        return catalog_of_written(self._whole, [*(part[0] for part in parts), *second])
-
-
 class RowItems:
-    """Items that are rows of the local plan, and stand for parts of the state dict's leaves.
-
-    `whole`: the plan of all ranks, on the coordinator.
-    """
+    """Items that are rows of the local plan, and stand for parts of the state dict's leaves."""
 
     def __init__(self, plan: OwnPlan, structure: Structure, parts: Sequence[Any]) -> None:
-        self.structure, self.whole = structure, plan.whole
+        self.structure, self._whole = structure, plan.whole  # that of all ranks, on rank 0
         self._plan_id, self._parts = plan.plan_id, parts
         self._local = structure.plan
 
@@ -225,3 +187,20 @@ class RowItems:
 
     def fingerprint(self, items: Sequence[int]) -> int:
         return hash((self._plan_id, len(items)))
+
+    def part(self, rank: int, staged: Staged) -> _Written:
+        first = WrittenItems(rank, np.array(staged.order, np.int64), staged.layout.described)
+        if staged.frozen is None:
+            return (first,)
+        items = staged.frozen.filled.items
+        rows = np.array(items.rows, np.int64)
+        return first, WrittenItems(staged.frozen.segment.rank, rows, items.layout.described)
+
+    def share(self, parts: Sequence[_Written]) -> Sequence[_Written]:
+        shared = iter(share_written([one for part in parts for one in part]))
+        return [tuple(islice(shared, len(part))) for part in parts]
+
+    def catalog(self, parts: Sequence[_Written]) -> Catalog | SharedCatalog:
+        assert self._whole is not None
+        second = [one for part in parts for one in part[1:]]
+        return catalog_of_written(self._whole, [*(part[0] for part in parts), *second])

@@ -32,28 +32,19 @@ from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.first_save import name_differing
 from dcp_mem.saving.own_plan import (
-    CatalogOfOwnPlan,
     OwnPlan,
-    catalog_source_of,
     plan_of,
     planned_by,
     rows_of,
 )
 from dcp_mem.saving.stage import stage
-from dcp_mem.saving.values import (
-    Agreed,
-    NoCommonPlan,
-    Planned,
-    SaveContext,
-    Staged,
-    Unplanned,
-)
+from dcp_mem.saving.values import ItemProvider, NoCommonPlan, Planned, SaveContext, Unplanned
 
 _PLANS_KEPT = 4
 
 
-class OwnPlanItems:
-    """The items of a state dict, by a plan of dcp_mem's own: an ItemProvider for one save."""
+class OwnPlanItems(ItemProvider):
+    """The items of a state dict, by a plan of dcp_mem's own, for one save."""
 
     def __init__(
         self,
@@ -105,20 +96,11 @@ class OwnPlanItems:
             self._is_new = True
         return True
 
-    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-        """Copy this rank's part of the state dict into a slot."""
-        return stage(context, agreed, planned)
+    stage = staticmethod(stage)
 
     def has_changed(self, saved: SavedPlan | None) -> bool:
         """Return whether the plan was made for this save."""
         return self._is_new
-
-    def catalog_source(self, planned: Planned) -> CatalogOfOwnPlan:
-        """Return what makes a catalog of the global plan and the ranks' rows."""
-        return catalog_source_of(planned)
-
-    def settle(self, saved: SavedPlan) -> None:
-        """Do nothing: the plan is kept already."""
 
 
 class OwnPlans:

@@ -15,16 +15,26 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.catalog_conversion import catalog_of
 from dcp_mem.format.frames import Specs
 from dcp_mem.format.layout import align
 from dcp_mem.planning.plain_tensors import Sources, sources_of
 from dcp_mem.planning.shard_marks import have_own_marks
 from dcp_mem.policy.slots import SlotNeed
 from dcp_mem.runtime.frozen import ItemKey
-from dcp_mem.saving.values import DCP_PLAN, Planned, SaveContext
+from dcp_mem.saving.values import (
+    DCP_PLAN,
+    IndexedItems,
+    IndexedPart,
+    Planned,
+    SaveContext,
+    in_order,
+)
 
 TAIL_ROOM = 1 << 20
 """Bytes reserved behind a layout for byte items, whose sizes no plan tells."""
@@ -37,7 +47,9 @@ _RESOLVING = ("resolve_data", "lookup_object", "transform_object")
 _PLANNING = ("create_local_plan", "create_global_plan", "_create_global_plan", "finish_plan")
 
 
-def plan_segment(context: SaveContext, plan: SavePlan, planner: SavePlanner) -> Planned:
+def plan_segment(
+    context: SaveContext, plan: SavePlan, planner: SavePlanner, items: PlannerItems
+) -> Planned:
     """Find, or make, the layout of this rank's part of a plan."""
     kinds = list(map(_TYPE, plan.items))
     is_object = [kind is WriteItemType.BYTE_IO for kind in kinds]
@@ -54,7 +66,7 @@ def plan_segment(context: SaveContext, plan: SavePlan, planner: SavePlanner) -> 
         sources = None
     tail_nbytes = expected_tail(context, DCP_PLAN, objects, planner.resolve_data)
     return Planned(
-        items=PlannerItems(planner),
+        items=items,
         tensors=tensors,
         objects=objects,
         layout=layout,
@@ -73,16 +85,19 @@ def claims_of(planned: Planned) -> list[SlotNeed]:
     return claims
 
 
-class PlannerItems:
-    """Items of a plan that DCP's planner made."""
+class PlannerItems(IndexedItems):
+    """Items of a plan that DCP's planner made, whose metadata is asked for on rank 0."""
 
-    def __init__(self, planner: SavePlanner) -> None:
-        self.resolve = planner.resolve_data
-        self.index = operator.attrgetter("index")
+    def __init__(self, planner: SavePlanner, metadata: Callable[[], Metadata]) -> None:
+        self.resolve, self.index = planner.resolve_data, operator.attrgetter("index")
+        self._metadata = metadata
 
     def fingerprint(self, items: Sequence[WriteItem]) -> int:
         """Return a hash of names and offsets; the items themselves would hold megabytes."""
         return hash((*map(_FQN, items), *map(_OFFSET, items)))
+
+    def catalog(self, parts: Sequence[IndexedPart]) -> Catalog:
+        return catalog_of(self._metadata(), in_order(parts))
 
 
 def resolves_as_is(planner: SavePlanner) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import planner as planners
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_mem.comm.agreement import Attempted, attempt, from_all_ranks, known_to_all
-from dcp_mem.comm.dcp_call import DcpCall
+from dcp_mem.comm.bridge.calls import DcpCall
 from dcp_mem.common.sendable import sendable
 from dcp_mem.config import Settings, checked_state
 from dcp_mem.errors import MemoryBudgetExceeded
@@ -145,7 +145,7 @@ def _sizes(
 def _reserve(context: SaveContext, found: Attempted[SlotSizes]) -> futures.Future[None] | None:
     """Have slots made, as far as there is room. Raises on all ranks where there is none."""
     session, settings = context.session, context.settings
-    topology = session.topology(context.ranks, settings.failure_domain)
+    topology = session.nodes.topology(context.ranks, settings.failure_domain)
 
     def claims() -> tuple[int, int]:
         base = found.value.base

@@ -1,4 +1,4 @@
-"""Private copies of state dicts, made as torch's stager makes them.
+"""Private copies of state dicts, in CPU memory.
 
 For states that can't be copied straight into a slot: those whose structure is new, and those that
 find no slot.
@@ -20,24 +20,15 @@ from dcp_mem.planning.plain_tensors import NO_MEMORY, PLAIN, lacks_memory
 from dcp_mem.planning.shard_marks import FIELDS, METHODS, fields_of, set_fields
 from dcp_mem.planning.wrapper_tensors import is_wrapper, rebuilt, refuse_other_class
 
-try:
-    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-except ImportError:  # torch 2.6
-    StateDictStager = None  # type: ignore[assignment,misc]
-
 
 def copied(state: Mapping[str, Any], *, is_shared: bool = False) -> dict[str, Any]:
-    """Return a copy of a state dict in private CPU memory, made as torch's stager makes it.
+    """Return a copy of a state dict in private CPU memory, or in memory that processes share.
 
     Raises DcpMemError.
     """
     _refuse_what_copies_lose(state)
-    plain = dict(state)
-    if StateDictStager is not None:
-        stager = _Stager(pin_memory=False, share_memory=is_shared)
-        result: dict[str, Any] = stager.stage(plain)
-        return result
-    return {key: _copied_value(value, is_shared) for key, value in plain.items()}
+    copier = _Copier(is_shared)
+    return {key: copier.copied(value) for key, value in state.items()}
 
 
 def _refuse_what_copies_lose(state: Mapping[str, Any]) -> None:
@@ -55,32 +46,44 @@ def _refuse_what_copies_lose(state: Mapping[str, Any]) -> None:
                 )
 
 
-def _copied_value(value: Any, is_shared: bool) -> Any:
-    """Return a copy of a value of a state dict, whatever its tensors' kind.
+class _Copier:
+    """Copies values, whatever their tensors' kind; what is the same memory twice is copied once."""
 
-    What torch 2.6 has for this leaves a DTensor, or a ShardedTensor, as it is: it would change with
-    the training.
-    """
-    if isinstance(value, dict):
-        result = copy.copy(value)  # of its own kind: the next state is recognised by that
-        result.update({key: _copied_value(inner, is_shared) for key, inner in value.items()})
-        return result
-    if type(value) in (list, tuple):
-        return type(value)(_copied_value(inner, is_shared) for inner in value)
-    if isinstance(value, ShardedTensor):
-        return _with_shards(value, lambda tensor: _copied_value(tensor, is_shared))
-    if type(value) is DTensor:
-        local = _copied_value(value._local_tensor, is_shared)
-        return DTensor(local, value._spec, requires_grad=value.requires_grad)
-    if isinstance(value, torch.Tensor) and is_wrapper(value):
-        copied = rebuilt(value, lambda part: _copied_value(part, is_shared))
-        return set_fields(copied, fields_of(value))
-    if isinstance(value, torch.Tensor):
+    def __init__(self, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        self._known: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copied(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            result = copy.copy(value)  # of its own kind: the next state is recognised by that
+            result.update({key: self.copied(inner) for key, inner in value.items()})
+            return result
+        if type(value) in (list, tuple):
+            return type(value)(map(self.copied, value))
+        if isinstance(value, ShardedTensor):
+            return _with_shards(value, self.copied)
+        if type(value) is DTensor:
+            local = self.copied(value._local_tensor)
+            return DTensor(local, value._spec, requires_grad=value.requires_grad)
+        if isinstance(value, torch.Tensor) and is_wrapper(value):
+            return set_fields(rebuilt(value, self.copied), fields_of(value))
+        if isinstance(value, torch.Tensor):
+            return _of_its_kind(self._copied_tensor(value), value)
+        return copy.deepcopy(value)
+
+    def _copied_tensor(self, value: torch.Tensor) -> torch.Tensor:
+        is_plain = type(value) in PLAIN and value.layout is torch.strided and value.numel() > 0
+        where = (value.device, value.data_ptr(), value.shape, value.stride()) if is_plain else None
+        what = (where, value.dtype, value.is_conj(), value.is_neg())
+        if where is not None and what in self._known:
+            return self._known[what].detach()
         tensor = value.detach().to("cpu", copy=True)
         if not isinstance(value, torch.nn.Parameter):
             refuse_other_class(tensor, value, "is copied for an asynchronous save")
-        return _of_its_kind(tensor.share_memory_() if is_shared else tensor, value)
-    return copy.deepcopy(value)
+        if self._is_shared and tensor.layout is torch.strided:
+            tensor.share_memory_()
+        self._known[what] = tensor.detach()
+        return tensor
 
 
 def fields_in(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -141,39 +144,6 @@ def _shard_of(tensor: torch.Tensor, like: Any) -> Shard:
             placement=f"{worker}/{tensor.device}",
         )
     return Shard(tensor, like)
-
-
-class _Stager(StateDictStager or object):  # type: ignore[misc]
-    """torch's stager, for tensors that it copies wrongly or not at all as well (torch 2.13)."""
-
-    def _offload_tensor(self, x: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
-        if isinstance(x, ShardedTensor):
-            # torch asks it for what a ShardedTensor doesn't know.
-            copied: torch.Tensor = _with_shards(
-                x, lambda part: self.deepcopy_with_tensor_offload(part, memo)
-            )
-        elif type(x) is DTensor:
-            # torch takes the address of a part behind another one for that of a real storage. That
-            # is also why it can't send one to another process.
-            part = x._local_tensor
-            if self.share_memory and part.storage_offset():
-                local = part.detach().cpu().clone().share_memory_()
-            else:
-                local = self.deepcopy_with_tensor_offload(part, memo)
-            copied = DTensor(local, x._spec, requires_grad=x.requires_grad)
-        elif is_wrapper(x):
-            # torch would ask the class for an empty tensor, which may be of another class.
-            copied = rebuilt(x, lambda part: self.deepcopy_with_tensor_offload(part, memo))
-            set_fields(copied, fields_of(x))
-        elif x.layout is not torch.strided or x.is_quantized or x.is_conj() or x.is_neg():
-            # torch would fail, or lose what isn't in the storage.
-            copied = _of_its_kind(x.detach().clone().cpu(), x)
-        else:
-            copied = _of_its_kind(super()._offload_tensor(x, memo, non_blocking=non_blocking), x)
-            if not isinstance(x, torch.nn.Parameter):
-                refuse_other_class(copied, x, "is copied for an asynchronous save")
-        memo[id(x)] = copied
-        return copied
 
 
 def _of_its_kind(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.comm import SingleRank, known_ranks, refuse_missing_group, run_token
 from dcp_mem.comm.agreement import Attempted, attempt
-from dcp_mem.comm.dcp_call import (
+from dcp_mem.comm.bridge import SWITCH, torch_plans
+from dcp_mem.comm.bridge.calls import (
+    DcpCall,
     StagingCall,
     dcp_call,
     direct_call,
@@ -26,7 +30,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.config import Purpose, Settings, checkpoint_name, run_identity
+from dcp_mem.config import Purpose, Settings, checkpoint_name, exchange_timeout, run_identity
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.flushing.agent_handle import AgentHandle
 from dcp_mem.flushing.registration import registration_of
@@ -128,18 +132,14 @@ class Saver:
         if not uses_collectives:
             ranks, scope = SingleRank(), names.rank_scope(call.rank)
             note_torch_plans(opened.value, self.calls.checked_name(), "use_collectives=False")
-        context = SaveContext(
-            settings=self.settings,
-            session=opened.value
-            if takeover is None
-            else opened_together(ranks, opened, self.settings),
-            ranks=ranks,
-            rank=call.rank,
+        is_asked = takeover is None  # all of them have a session then, or DCP tells the others
+        context = self._context(
+            opened.value if is_asked else opened_together(ranks, opened, self.settings),
+            DcpCall(ranks, call.rank),
+            self.calls.checked_name(),
+            info,
             scope=scope,
-            name=self.calls.checked_name(),
-            info=info,
             is_driven_by_dcp=True,
-            frozen=self.frozen,
             has_copies=staged is not None or (self.stages_alone and not uses_collectives),
         )
         why_not, self.calls.why_not = self.calls.why_not, ""
@@ -149,6 +149,8 @@ class Saver:
                 takeover.leave_to_torch()
             else:
                 _settle(context, takeover)
+        elif torch_plans():
+            note_torch_plans(context.session, context.name, f"{SWITCH} is set")
         elif uses_collectives and is_called_by_dcp():
             why_not = "this torch drives its writers in another way"
             note_torch_plans(context.session, context.name, why_not)
@@ -348,7 +350,7 @@ class Saver:
                 log.warning("frozen= has no effect: another process makes the save")
             self.saves_elsewhere = True
             content: Attempted[AheadCopy | dict[str, Any]] = attempt(
-                lambda: self._copied_elsewhere(state, is_shared=True)
+                lambda: self.copied_elsewhere(state, is_shared=True)
             )
         except BaseException:
             turn.end()
@@ -376,27 +378,17 @@ class Saver:
         group = call.process_group if call.process_group is not None else self.process_group
         ranks = SingleRank() if call.is_alone else known_ranks(group, self.purpose)
         if ranks is not None and not why_not_own_plan(call.planner):
-            context = SaveContext(
-                settings=self.settings,
-                session=session,
-                ranks=ranks,
-                rank=ranks.rank,
-                scope=names.COLLECTIVE,
-                name="",
-                info=info,
-                frozen=self.frozen,
-            )
+            context = self._context(session, DcpCall(ranks, ranks.rank), "", info)
             plans, to_lowest_rank = own_plans_of(session), saves_to_lowest_rank(call.planner)
             with collector_paused():
                 planned = plans.recognised(context, state, to_lowest_rank=to_lowest_rank)
                 ahead = planned and copy_ahead(context, planned, self.calls.overlap)
             if ahead:
                 return ahead
-        return self._copied_elsewhere(state)
+        return self.copied_elsewhere(state)
 
-    def _copied_elsewhere(
-        self, state: dict[str, Any], *, is_shared: bool = False
-    ) -> dict[str, Any]:
+    def copied_elsewhere(self, state: dict[str, Any], *, is_shared: bool = False) -> dict[str, Any]:
+        """Return a private copy of a state dict, or one in shared memory."""
         raise_if_refused(state)
         if self.calls.overlap is not None:
             log.info("overlap= has no effect on a save that isn't copied straight into a slot")
@@ -437,13 +429,19 @@ class Saver:
         group = process_group if process_group is not None else self.process_group
         opened = attempt(self._open)
         call = called(opened, lambda: direct_call(group, no_dist, self.purpose))
+        session = opened_together(call.ranks, opened, self.settings)
+        return self._context(session, call, self.calls.checked_name(), info)
+
+    def _context(
+        self, session: Session, call: DcpCall, name: str, info: SaveInfo, **more: Any
+    ) -> SaveContext:
         return SaveContext(
+            **{"scope": names.COLLECTIVE, **more},
             settings=self.settings,
-            session=opened_together(call.ranks, opened, self.settings),
+            session=session,
             ranks=call.ranks,
             rank=call.rank,
-            scope=names.COLLECTIVE,
-            name=self.calls.checked_name(),
+            name=name,
             info=info,
             frozen=self.frozen,
         )
@@ -467,7 +465,9 @@ class Saver:
             self._refuse_to_flush_elsewhere()
             session, turn = enter_session(self.settings, self._identity())
         try:
-            turn.follow(over_when_left())
+            over = over_when_left()
+            self.calls.is_unseen = over is None
+            turn.follow(over or partial(_is_late, time.monotonic() + exchange_timeout()))
             turn.wait()
             # Not opened before its turn: another thread's close of the session waits for that.
             return session or self.open_session(), turn
@@ -570,6 +570,10 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _is_late(until: float) -> bool:
+    return time.monotonic() > until
 
 
 def _is_alone(value: Any) -> bool:

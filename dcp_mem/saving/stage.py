@@ -61,37 +61,19 @@ class Later(Protocol):
         """Begin with the copies that have been taken over."""
 
     def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Chosen:
-        """Take copies over; return which of them are to be made at once.
-
-        Args:
-            destination: Where each tensor of a plan goes, in its order.
-            source: Address of each.
-            nbytes: Length of each.
-        """
+        """Take copies over, in the order of a plan; return which are to be made at once."""
 
     def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
-        """Enqueue copies from devices.
-
-        Args:
-            targets: Addresses in the slot.
-            sources: On devices, one for each target; contiguous, and none is empty.
-        """
+        """Enqueue copies of contiguous tensors on devices, none of which is empty."""
 
     def finish(self) -> None:
-        """Return once all copies have been made.
-
-        Raises:
-            DcpMemError: What was to be copied has changed meanwhile.
-        """
+        """Return once all copies have been made; raise DcpMemError if what they are of changed."""
 
     def cancel(self, then: Callable[[], None]) -> None:
         """Make no further copy, and call `then` once none is being made.
 
         This waits for that, unless a collection of garbage calls it in the very thread that makes
-        the copies: then that thread calls `then`.
-
-        Args:
-            then: Gives back what is copied to.
+        the copies: then that thread calls `then`, which gives back what is copied to.
         """
 
 
@@ -374,18 +356,11 @@ def _copy_moves(moves: Sequence[Move]) -> None:
 
 
 class OtherCopies:
-    """Copies of tensors that aren't plain CPU memory: strided ones, and those on devices.
-
-    `made_nbytes`: bytes of device memory that were taken for those that are waiting.
-    """
+    """Copies, into a mapped slot, of tensors that are strided or on devices."""
 
     def __init__(self, slot: Slot) -> None:
-        """Copy into this slot.
-
-        `slot`: mapped, and the caller's own.
-        """
         self._slot = slot
-        self.made_nbytes = 0
+        self.made_nbytes = 0  # of device memory, for copies that are waiting
         self._targets: list[int] = []
         self._sources: list[torch.Tensor] = []
 

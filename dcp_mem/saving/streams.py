@@ -26,13 +26,13 @@ from dcp_mem.format.layout import align
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.slots import SlotPool
-from dcp_mem.runtime.last_saves import SavedPlan
 from dcp_mem.saving.stage import seal
 from dcp_mem.saving.values import (
     STREAMS_PLAN,
     Agreed,
+    IndexedItems,
     IndexedPart,
-    IndexedParts,
+    ItemProvider,
     Planned,
     SaveContext,
     Staged,
@@ -175,55 +175,18 @@ class _End(io.RawIOBase):
         return len(view)
 
 
-class _NamedItems:
-    """Items that are their own names."""
+class _NamedItems(IndexedItems):
+    """Items that are their own names; of equal ones, each is called after its rank as well."""
+
+    index = staticmethod(MetadataIndex)
 
     def resolve(self, item: str) -> Any:
         raise AssertionError(f"{item} lies in its slot already")
 
-    def index(self, item: str) -> MetadataIndex:
-        return MetadataIndex(item)
-
     def fingerprint(self, items: Sequence[str]) -> int:
         return hash(tuple(items))
 
-
-class StreamItems:
-    """A rank's streams as the items of one save: an ItemProvider."""
-
-    def __init__(self, streams: Attempted[Streams]) -> None:
-        """Take what is to be saved."""
-        self._streams = streams
-
-    def plan(self, context: SaveContext) -> Planned:
-        """Return what this rank has written."""
-        return self._streams.value.planned(context)
-
-    def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
-        """Return False: there is nothing to plan about streams."""
-        return False
-
-    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-        """Seal the slot that the streams lie in."""
-        return self._streams.value.stage(context, agreed, planned)
-
-    def has_changed(self, saved: SavedPlan | None) -> bool:
-        """Return False: what has changed shows in names and lengths."""
-        return False
-
-    def catalog_source(self, planned: Planned) -> CatalogOfStreams:
-        """Return what makes a catalog of the ranks' names."""
-        return CatalogOfStreams()
-
-    def settle(self, saved: SavedPlan) -> None:
-        """Do nothing: streams aren't saved twice."""
-
-
-class CatalogOfStreams(IndexedParts):
-    """A catalog of streams by name; of equal names, each is called after its rank as well."""
-
     def catalog(self, parts: Sequence[IndexedPart]) -> Catalog:
-        """Join the parts."""
         found = in_order(parts)
         count = Counter(index.fqn for part in found for index in part.indexes)
 
@@ -240,6 +203,19 @@ class CatalogOfStreams(IndexedParts):
         ]
         known = {index.fqn: BytesStorageMetadata() for part in named for index in part.indexes}
         return catalog_of(Metadata(dict(known)), named)
+
+
+class StreamItems(ItemProvider):
+    """A rank's streams as the items of one save."""
+
+    def __init__(self, streams: Attempted[Streams]) -> None:
+        self._streams = streams
+
+    def plan(self, context: SaveContext) -> Planned:
+        return self._streams.value.planned(context)
+
+    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
+        return self._streams.value.stage(context, agreed, planned)
 
 
 def name_of_rank(name: str, rank: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,28 +62,28 @@ class SaveContext:
 
 
 class Items(Protocol):
-    """The values and indexes of a plan's items. The stages only hand the items on."""
+    """The items of a plan: their values and indexes, and the catalog that lists them.
+
+    The stages only hand the items on. Of a catalog each rank makes a part, and rank 0 joins these.
+    """
 
     def resolve(self, item: Any) -> Any:
-        """Return the tensor to copy, or an io.BytesIO for a byte item.
-
-        Args:
-            item: One of the plan's items, as in `Planned.tensors` and `Planned.objects`.
-        """
+        """Return the tensor to copy, or an io.BytesIO for a byte item."""
 
     def index(self, item: Any) -> MetadataIndex:
-        """Return what DCP knows the item by.
-
-        Args:
-            item: One of the plan's items.
-        """
+        """Return what DCP knows the item by."""
 
     def fingerprint(self, items: Sequence[Any]) -> int:
-        """Return a number that is the same for the same names and offsets in the same order.
+        """Return a number that is the same for the same names and offsets in the same order."""
 
-        Args:
-            items: In the order in which they lie in the segment.
-        """
+    def part(self, rank: int, staged: Staged) -> Any:
+        """Return what a rank says of its segments, for the catalog."""
+
+    def share(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Return some ranks' parts, with what is equal in several of them as one object."""
+
+    def catalog(self, parts: Sequence[Any]) -> Catalog | SharedCatalog:
+        """Return the catalog of all ranks' parts, which come by rank. Called on rank 0."""
 
 
 DCP_PLAN = "dcp"
@@ -187,51 +187,24 @@ class Staged:
     frozen: StagedFrozen | None = None
 
 
-class CatalogSource(Protocol):
-    """Makes a catalog: each rank gives its part, the coordinator joins the parts."""
-
-    def part(self, rank: int, staged: Staged) -> Any:
-        """Return what a rank says of its segment, for the coordinator.
-
-        Args:
-            rank: The rank that asks.
-            staged: The rank's sealed segment.
-        """
-
-    def share(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Return the parts, with what is equal in several of them as one object.
-
-        Args:
-            parts: What `part` returned, by rank.
-        """
-
-    def catalog(self, parts: Sequence[Any]) -> Catalog | SharedCatalog:
-        """Return the catalog of all ranks' parts. Called on the coordinator.
-
-        Args:
-            parts: What `part` returned, by rank.
-        """
-
-
 IndexedPart = tuple[RankItems, ...]
 """What a rank says of its segments, the one with its frozen items last."""
 
 
-class IndexedParts:
-    """The parts of a catalog that names each item by DCP's index of it."""
+class IndexedItems:
+    """Items that the catalog names by DCP's index of each."""
+
+    index: Callable[[Any], MetadataIndex]
 
     def part(self, rank: int, staged: Staged) -> IndexedPart:
-        """Return the indexes of this rank's items, and where they lie."""
-        index_of = staged.items.index
-        first = RankItems(rank, list(map(index_of, staged.order)), staged.layout.described)
+        first = RankItems(rank, list(map(self.index, staged.order)), staged.layout.described)
         if staged.frozen is None:
             return (first,)
         frozen = staged.frozen.filled.items
-        indexes = list(map(index_of, frozen.rows))
+        indexes = list(map(self.index, frozen.rows))
         return first, RankItems(staged.frozen.segment.rank, indexes, frozen.layout.described)
 
     def share(self, parts: Sequence[IndexedPart]) -> Sequence[IndexedPart]:
-        """Return the parts as they are."""
         return parts
 
 
@@ -253,61 +226,33 @@ class Completed:
 # -- the whole of it -------------------------------------------------------------------------------
 
 
-class ItemProvider(Protocol):
-    """The provider of a save's items: a plan of DCP's, a plan of dcp_mem's own, or streams.
+class ItemProvider:
+    """Provides a save's items: by a plan of DCP's, by one of dcp_mem's own, or streams.
 
     The pipeline asks in the order of these methods. What a method raises on one rank, all ranks
     raise.
     """
 
     def plan(self, context: SaveContext) -> Planned | Unplanned:
-        """Return this rank's part of the save. Asked again after `find_common_plan`.
-
-        Args:
-            context: This rank's part in the save.
-        """
+        """Return this rank's part of the save. Asked again after `find_common_plan`."""
+        raise NotImplementedError
 
     def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
         """Have the next `plan` fit together with that of the other ranks, which all call this.
 
-        Args:
-            context: Of the save.
-            why_not: As in NoCommonPlan, like `in_common`.
-            in_common: Id of a plan that fits on every rank.
-
-        Returns:
-            False where the ranks can't, on all of them alike.
-
-        Raises:
-            NoCommonPlan: The ranks can't, for another reason; on all of them alike.
+        False where they can't, for a NoCommonPlan that says this. Raises NoCommonPlan where they
+        can't for another reason.
         """
+        return False
 
     def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-        """Seal this rank's segment.
-
-        Args:
-            context: This rank's part in the save.
-            agreed: What all ranks agreed on.
-            planned: What `plan` returned.
-        """
+        """Seal this rank's segment."""
+        raise NotImplementedError
 
     def has_changed(self, saved: SavedPlan | None) -> bool:
-        """Return whether the last catalog no longer holds, as far as this rank can tell.
-
-        Args:
-            saved: The last complete save by this plan.
-        """
-
-    def catalog_source(self, planned: Planned) -> CatalogSource:
-        """Return what makes the catalog; asked only where the last one doesn't hold any more.
-
-        Args:
-            planned: What `plan` returned.
-        """
+        """Return whether the catalog of the last save by this plan no longer holds, here."""
+        return False
 
     def settle(self, saved: SavedPlan) -> None:
-        """Take note that the checkpoint is complete.
-
-        Args:
-            saved: The save that is complete now.
-        """
+        """Take note that the checkpoint is complete."""
+        return

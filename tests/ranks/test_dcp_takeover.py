@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -1202,6 +1202,19 @@ def _driver(module: Any, name: str, change: Change) -> Iterator[None]:
         yield
 
 
+R = TypeVar("R")
+
+
+def _with_each(
+    act: Callable[[Places, str], R], drivers: Sequence[str], places: Places
+) -> dict[str, R]:
+    """Return what this returns under each driver, in jobs of their own."""
+    return {
+        which: act(dataclasses.replace(places, job=f"job-{number}"), which)
+        for number, which in enumerate(drivers)
+    }
+
+
 def _saves_by_another_driver(places: Places, which: str) -> list[str]:
     change, is_own = SAVE_DRIVERS[which]
     with places.writer(persist=False) as writer, logged() as lines:
@@ -1221,14 +1234,15 @@ def _saves_by_another_driver(places: Places, which: str) -> list[str]:
 
 
 @RANKS
-@pytest.mark.parametrize("which", SAVE_DRIVERS)
 def test_a_torch_that_drives_its_writers_in_another_way_saves_well(
-    places: Places, which: str, ranks: int
+    places: Places, ranks: int
 ) -> None:
     said = "this torch drives its writers in another way"
-    unknown = which.startswith(("never", "names", "asks after set_up_storage", "asks after create"))
-    for reasons in forked_ranks(_saves_by_another_driver, ranks, places, which, env=PATIENCE):
-        assert [reason for reason in reasons if reason == said] == [said] * unknown, reasons
+    unknown = ("never", "names", "asks after set_up_storage", "asks after create")
+    act = partial(_with_each, _saves_by_another_driver, list(SAVE_DRIVERS))
+    for found in forked_ranks(act, ranks, places, env=PATIENCE, timeout=200):
+        for which, reasons in found.items():
+            assert reasons.count(said) == which.startswith(unknown), (which, reasons)
 
 
 def _begun(state: State, name: str, writer: MemoryStorageWriter) -> Future[Any]:
@@ -1260,15 +1274,14 @@ def _async_saves_by_another_driver(places: Places, which: str) -> list[str]:
 
 
 @RANKS
-@pytest.mark.parametrize("which", SAVE_DRIVERS)
 def test_a_torch_that_drives_its_writers_in_another_way_saves_what_is_staged_or_refuses_it_once(
-    places: Places, which: str, ranks: int
+    places: Places, ranks: int
 ) -> None:
-    for failures in forked_ranks(
-        _async_saves_by_another_driver, ranks, places, which, env=PATIENCE
-    ):
-        assert len(failures) <= 1, failures
-        assert all("DefaultStager" in failure for failure in failures), failures
+    act = partial(_with_each, _async_saves_by_another_driver, list(SAVE_DRIVERS))
+    for found in forked_ranks(act, ranks, places, env=PATIENCE, timeout=200):
+        for which, failures in found.items():
+            assert len(failures) <= 1, (which, failures)
+            assert all("DefaultStager" in failure for failure in failures), (which, failures)
 
 
 def _loads_by_another_driver(places: Places, which: str) -> None:
@@ -1290,11 +1303,11 @@ def _loads_by_another_driver(places: Places, which: str) -> None:
 
 
 @RANKS
-@pytest.mark.parametrize("which", LOAD_DRIVERS)
 def test_a_torch_that_drives_its_readers_in_another_way_loads_well(
-    places: Places, which: str, ranks: int
+    places: Places, ranks: int
 ) -> None:
-    forked_ranks(_loads_by_another_driver, ranks, places, which, env=PATIENCE)
+    act = partial(_with_each, _loads_by_another_driver, list(LOAD_DRIVERS))
+    forked_ranks(act, ranks, places, env=PATIENCE, timeout=200)
 
 
 # -- copies of ShardedTensors ----------------------------------------------------------------------

@@ -35,7 +35,7 @@ from hypothesis import strategies as st
 import dcp_mem
 from dcp_mem import MemoryStorageWriter
 from dcp_mem import writer as writer_module
-from dcp_mem.comm.dcp_call import StagingCall
+from dcp_mem.comm.bridge.calls import StagingCall
 from dcp_mem.common import faults
 from dcp_mem.errors import RankFailed
 from dcp_mem.memory import copying
@@ -328,15 +328,11 @@ def test_a_warm_save_copies_once_in_the_callers_thread(memory_job: Job) -> None:
     forked_ranks(_copy_once, 2, memory_job)
 
 
-def _copy_odd_once(job: Job, has_stager: bool) -> set[str]:
+def _copy_odd_once(job: Job) -> set[str]:
     """The kinds of states that are copied elsewhere though the ranks have saved them before."""
     torch.serialization.add_safe_globals([_Subclass])
     elsewhere = set()
-    stager = getattr(private_copies, "StateDictStager") if has_stager else None  # noqa: B009  # torch's
-    with (
-        job.writer(agent="thread", keep_memory=2, persist=False) as writer,
-        patch.object(private_copies, "StateDictStager", stager),
-    ):
+    with job.writer(agent="thread", keep_memory=2, persist=False) as writer:
         for kind, state in _odd_states(1).items():
             for step in range(2):
                 with _counted_copies() as seen:
@@ -347,13 +343,10 @@ def _copy_odd_once(job: Job, has_stager: bool) -> set[str]:
     return elsewhere
 
 
-@pytest.mark.parametrize("has_stager", [True, False], ids=["by torch", "as with torch 2.6"])
-def test_a_first_save_makes_a_plan_by_which_the_next_one_copies_once(
-    memory_job: Job, has_stager: bool
-) -> None:
+def test_a_first_save_makes_a_plan_by_which_the_next_one_copies_once(memory_job: Job) -> None:
     """The first state is planned by a copy of it, which has to be of the same kinds."""
     # Only torch can plan a tensor of a subclass.
-    assert forked(_copy_odd_once, memory_job, has_stager) == {"subclass"}
+    assert forked(_copy_odd_once, memory_job) == {"subclass"}
 
 
 class _OwnPlanner(dcp.DefaultSavePlanner):
@@ -429,14 +422,14 @@ def test_some_of_the_ranks_save(memory_job: Job) -> None:
 # -- copies in private memory ----------------------------------------------------------------------
 
 
-def _copy_without_torchs_stager() -> None:
+def _copy_privately() -> None:
     odd, inner = {1, 2}, torch.ones(2)
     state = make_state(3) | {"list": [inner], "tuple": (inner, 1), "odd": odd}
-    with patch.object(private_copies, "StateDictStager", None):
-        copied = private_copies.copied(state)
+    copied = private_copies.copied(state)
     _overwrite(state)
     inner.fill_(-77)
     odd.add(3)
+    assert copied["list"][0].data_ptr() == copied["tuple"][0].data_ptr()
     assert copied.pop("list")[0].tolist() == [1, 1]
     assert copied.pop("tuple")[0].tolist() == [1, 1]
     assert copied.pop("odd") == {1, 2}
@@ -444,8 +437,8 @@ def _copy_without_torchs_stager() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_copy_where_torch_has_no_stager_for_it_shares_nothing_with_the_state(ranks: int) -> None:
-    forked_ranks(_copy_without_torchs_stager, ranks)
+def test_a_private_copy_shares_nothing_with_the_state(ranks: int) -> None:
+    forked_ranks(_copy_privately, ranks)
 
 
 # -- structures that change ------------------------------------------------------------------------

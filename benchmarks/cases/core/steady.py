@@ -31,7 +31,7 @@ from benchmarks.harness.settings import MIB
 from benchmarks.harness.states import State, Workload, trained
 from benchmarks.harness.tables import Figure, Part, Row, Section, attempt, duration, size, within
 from dcp_mem import writer as writer_module
-from dcp_mem.comm.dcp_call import DcpCall
+from dcp_mem.comm.bridge.calls import DcpCall
 from dcp_mem.comm.wire import LENGTH_NBYTES, TcpWire
 
 if TYPE_CHECKING:

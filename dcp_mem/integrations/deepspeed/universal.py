@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_mem.comm.agreement import on_all_ranks, on_rank_0
-from dcp_mem.comm.dcp_call import direct_call
+from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError

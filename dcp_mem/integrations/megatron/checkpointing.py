@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from typing_extensions import Unpack
 
 from dcp_mem.comm.agreement import attempt, on_rank_0
-from dcp_mem.comm.dcp_call import direct_call
+from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.common.log import log
 from dcp_mem.config import root_url
 from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError

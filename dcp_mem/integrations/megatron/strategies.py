@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_mem.comm.dcp_errors import cause_of
+from dcp_mem.comm.bridge.errors import cause_of
 from dcp_mem.errors import CheckpointNotFound
 from dcp_mem.integrations.megatron import releases
 from dcp_mem.integrations.megatron.common import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dcp_mem.comm import Ranks, refuse_missing_group
-from dcp_mem.comm.dcp_call import direct_call
+from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.config import Settings, parse_bytes, root_url
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.nebula.completion import Completion, JointCompletion, SoloCompletion

@@ -9,7 +9,7 @@ the constructor counts.
 The planner and the state dict are variables of the same kind. `PlanningCall` finds them in the
 first step, and can put another planner in place of DCP's: into DCP's own variable, so that the
 caller's planner isn't touched. Where a torch has other variables, there is no `PlanningCall`, and
-torch plans.
+torch plans. With `DCP_MEM_TORCH_PLANS=1` no frame is looked at, as if DCP had none.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import ctypes
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
@@ -31,7 +30,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.comm import Ranks, SingleRank, ranks_of
-from dcp_mem.comm.dcp_exchanges import DcpExchanges, DistWrapper
+from dcp_mem.comm.bridge import torch_plans
+from dcp_mem.comm.bridge.exchanges import DcpExchanges, DistWrapper
 from dcp_mem.config import Purpose
 from dcp_mem.errors import ConfigError
 
@@ -127,7 +127,7 @@ def _variables_of_async_save() -> Mapping[str, Any]:
 
 def can_save_staged() -> bool:
     """Return whether the save that follows `stage` will have a `PlanningCall`."""
-    if not hasattr(state_dict_saver, "_save_state_dict"):
+    if torch_plans() or not hasattr(state_dict_saver, "_save_state_dict"):
         return False
     steps = [
         constant
@@ -137,23 +137,26 @@ def can_save_staged() -> bool:
     return any(_PLANNING_VARIABLES.issubset(step.co_freevars) for step in steps)
 
 
-def over_when_left() -> Callable[[], bool]:
+def over_when_left() -> Callable[[], bool] | None:
     """Return what tells whether the running `dcp.save` has ended, however it has.
 
-    Other threads may ask it. Outside of one, it says that the call is over.
+    Other threads may ask it. None where no frame tells.
     """
     for frame in _calling_frames():
         if "distW" in frame.f_code.co_cellvars:
             wrapper, number = weakref.ref(frame.f_locals["distW"]), id(frame)
             return partial(_has_left, wrapper, threading.get_ident(), number)
-    return lambda: True
+    return None
 
 
 def _has_left(wrapper: weakref.ref[Any], thread: int, number: int) -> bool:
     # A kept error keeps the frame's variables, but not the frame on its thread's stack.
     if wrapper() is None:
         return True
-    return all(id(frame) != number for frame in _from(sys._current_frames().get(thread)))
+    frame = sys._current_frames().get(thread)
+    while frame is not None and id(frame) != number:
+        frame = frame.f_back
+    return frame is None
 
 
 def planning_call(storage: Any) -> PlanningCall | None:
@@ -254,15 +257,13 @@ def _calling_wrapper() -> DistWrapper | None:
     return None
 
 
-def _calling_frames() -> Iterator[FrameType]:
-    return islice(_from(sys._getframe(2).f_back), _DEPTH)
-
-
-def _from(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, its caller's, and so on."""
-    while frame is not None:
-        yield frame
+def _calling_frames() -> list[FrameType]:
+    found: list[FrameType] = []
+    frame = None if torch_plans() else sys._getframe(2).f_back
+    while frame is not None and len(found) < _DEPTH:
+        found.append(frame)
         frame = frame.f_back
+    return found
 
 
 def _members(group: dist.ProcessGroup | None) -> list[int]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from traceback import StackSummary, extract_tb
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_mem.comm.agreement import described
 from dcp_mem.errors import RankFailed
@@ -39,7 +39,21 @@ def raised_as_by_dcp(
         raise CheckpointException(step, failures_by_rank(error, rank)) from error
 
 
-def failures_by_rank(error: Exception, rank: int) -> dict[int, Any]:
+Wrapped = tuple[BaseException, StackSummary]
+"""An error as DCP exchanges it."""
+
+
+def is_wrapped(value: object) -> bool:
+    """Return whether DCP takes a value for an error."""
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[0], BaseException)
+        and isinstance(value[1], StackSummary)
+    )
+
+
+def failures_by_rank(error: Exception, rank: int) -> dict[int, Wrapped]:
     """Return the failures that an error tells of, as CheckpointException takes them.
 
     A RankFailed stands for the errors of the ranks that it names. Each gets one of its own, since
@@ -47,16 +61,20 @@ def failures_by_rank(error: Exception, rank: int) -> dict[int, Any]:
     rank's.
     """
     if not isinstance(error, RankFailed) or not error.failures:
-        return {rank: _wrap_exception(error)}
-    _, traceback = _wrap_exception(error)
-    found: dict[int, Any] = {
+        return {rank: _wrapped(error)}
+    _, traceback = _wrapped(error)
+    found: dict[int, Wrapped] = {
         failed: (RankFailed(error.what, [(failed, text)]), traceback)
         for failed, text in error.failures
     }
     cause = error.__cause__
     if rank in found and isinstance(cause, Exception) and not isinstance(cause, RankFailed):
-        found[rank] = _wrap_exception(cause)
+        found[rank] = _wrapped(cause)
     return found
+
+
+def _wrapped(error: BaseException) -> Wrapped:
+    return error, extract_tb(error.__traceback__)
 
 
 def _has_groups() -> bool:

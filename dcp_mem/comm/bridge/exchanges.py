@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.checkpoint.api import _is_wrapped_exception
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_mem.comm.agreement import is_of_one_call, was_voted_on
-from dcp_mem.comm.dcp_errors import failures_by_rank
+from dcp_mem.comm.bridge.errors import failures_by_rank, is_wrapped
 
 DistWrapper = _DistWrapper
 """DCP's helper for one call, which exchanges objects between the ranks."""
@@ -71,7 +70,7 @@ class _OnlyErrors(DistWrapper):
 
     def _exchanges(self, object: Any) -> bool:  # noqa: A002
         """Return whether this is an error that all ranks exchange."""
-        has_failed = _is_wrapped_exception(object)
+        has_failed = is_wrapped(object)
         self._is_exchanging = has_failed and was_voted_on(object[0]) and is_of_one_call(object[0])
         if self._is_exchanging:
             _restore_coordinator(self)
@@ -79,7 +78,7 @@ class _OnlyErrors(DistWrapper):
 
     def _known_results(self, object: Any) -> list[Any]:  # noqa: A002
         self.is_coordinator = True
-        if not _is_wrapped_exception(object):
+        if not is_wrapped(object):
             return [object] * self.get_world_size()
         error, known = object[0], {self.rank: object}
         if isinstance(error, Exception):

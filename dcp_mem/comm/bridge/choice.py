@@ -22,6 +22,7 @@ import torch.multiprocessing
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from dcp_mem.comm.bridge import SWITCH, torch_plans
 from dcp_mem.errors import ConfigError
 
 
@@ -56,6 +57,11 @@ def install(choose: Choose, serve_ranks: ServeRanks) -> Callable[[], bool]:
     functions back. It returns False where somebody else has replaced one of ours meanwhile: that
     one stays in place, and goes on asking. Raises ConfigError.
     """
+    if torch_plans():
+        raise ConfigError(
+            f"dcp_mem.serve replaces functions of torch's, which {SWITCH}=1 forbids: unset it, or "
+            "pass storage_writer= and storage_reader="
+        )
     try:
         setups = (state_dict_saver._storage_setup, state_dict_loader._storage_setup)
     except AttributeError:
