@@ -80,7 +80,7 @@ class Properties:
     memory_format: str = "torch.contiguous_format"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Rows:
     """Rows of a catalog as columns, entry after entry."""
 
@@ -216,7 +216,13 @@ class Catalog:
 
     def rows(self) -> Rows:
         """Return all rows."""
-        return Rows(self.first, self.offset, self.extent, self.writer, self.number)
+        return Rows(
+            first=self.first,
+            offset=self.offset,
+            extent=self.extent,
+            writer=self.writer,
+            number=self.number,
+        )
 
     def rows_at(self, entry: Ints, row: Ints) -> Rows:
         """Return some rows.
@@ -225,11 +231,11 @@ class Catalog:
         ascending within each entry.
         """
         return Rows(
-            np.searchsorted(entry, np.arange(len(self.name) + 1)),
-            self._boxes_at(self.offset_runs[entry], row),
-            self._boxes_at(self.extent_runs[entry], row),
-            self.places.at(self.writer_runs[entry], row),
-            self.numbers_at(entry, row),
+            first=np.searchsorted(entry, np.arange(len(self.name) + 1)),
+            offset=self._boxes_at(self.offset_runs[entry], row),
+            extent=self._boxes_at(self.extent_runs[entry], row),
+            writer=self.places.at(self.writer_runs[entry], row),
+            number=self.numbers_at(entry, row),
         )
 
     def boxes_of(self, entry: int) -> tuple[Ints, Ints]:

@@ -254,11 +254,13 @@ class _Entries:
 
     def rows(self) -> Rows:
         offsets, extents = zip(*self._boxes, strict=True) if self._boxes else ((), ())
+        writer, number = np.array(self._places, np.int64).reshape(-1, 2).T
         return Rows(
-            np.array(self._first, np.int64),
-            _padded(offsets, self._width, 0),
-            _padded(extents, self._width, 1),
-            *np.array(self._places, np.int64).reshape(-1, 2).T,
+            first=np.array(self._first, np.int64),
+            offset=_padded(offsets, self._width, 0),
+            extent=_padded(extents, self._width, 1),
+            writer=writer,
+            number=number,
         )
 
     @property

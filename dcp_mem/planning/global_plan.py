@@ -53,7 +53,7 @@ class _Names:
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Chunks:
     """The chunks of one name of each class, by class and then by offset."""
 
@@ -78,7 +78,7 @@ class WrittenChunks:
     row: Ints  # of each chunk: its row in the writer's plan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GlobalPlan:
     """What the ranks write."""
 
@@ -174,14 +174,14 @@ def merge(plan: JointPlan, *, to_lowest_rank: bool = False) -> GlobalPlan:
     before = (np.cumsum(shared_of_class) - shared_of_class)[of_class]
     ends = np.cumsum(shared_of_class[names.of_class])
     merged = GlobalPlan(
-        numbers,
-        names,
-        chunks,
-        np.searchsorted(of_class, np.arange(len(names.specimens) + 1)),
-        np.cumsum(chunks.copies) - chunks.copies,
-        np.where(is_shared, np.cumsum(is_shared) - 1 - before, -1),
-        ends - shared_of_class[names.of_class],
-        np.zeros(int(ends[-1]) if len(ends) else 0, np.int32),
+        numbers=numbers,
+        names=names,
+        chunks=chunks,
+        first_chunks=np.searchsorted(of_class, np.arange(len(names.specimens) + 1)),
+        first_copies=np.cumsum(chunks.copies) - chunks.copies,
+        shared=np.where(is_shared, np.cumsum(is_shared) - 1 - before, -1),
+        first_shares=ends - shared_of_class[names.of_class],
+        shares=np.zeros(int(ends[-1]) if len(ends) else 0, np.int32),
     )
     if not to_lowest_rank:
         _choose_writers(merged)
@@ -253,7 +253,7 @@ def _chunks(numbers: SeriesNumbers, names: _Names) -> _Chunks:
         refused = names.series_of(np.flatnonzero(np.isin(names.of_class, bad)))
         refuse_contradictions(*_in_order(numbers, refused), len(numbers.plan.ranks))
     columns = (np.concatenate(column) for column in zip(*found, strict=True))
-    return _Chunks(*columns)
+    return _Chunks(**dict(zip(_Chunks.__slots__, columns, strict=True)))
 
 
 def _in_order(numbers: SeriesNumbers, series: Ints) -> tuple[PlanRows, Ints, Ints]:

@@ -127,11 +127,11 @@ def _random_catalog(random: Random) -> tuple[Catalog, Tails]:
     boxes = [row[0] for row in rows]
     return catalog_of_rows(
         Rows(
-            np.array(first, np.int64),
-            np.array([offset for offset, _ in boxes], np.int64).reshape(len(rows), width),
-            np.array([extent for _, extent in boxes], np.int64).reshape(len(rows), width),
-            np.array([row[1] for row in rows], np.int64),
-            np.array([row[2] for row in rows], np.int64),
+            first=np.array(first, np.int64),
+            offset=np.array([offset for offset, _ in boxes], np.int64).reshape(len(rows), width),
+            extent=np.array([extent for _, extent in boxes], np.int64).reshape(len(rows), width),
+            writer=np.array([row[1] for row in rows], np.int64),
+            number=np.array([row[2] for row in rows], np.int64),
         ),
         names=names,
         paths=[_random_path(random, name) for name in names] if has_paths else None,
@@ -358,8 +358,8 @@ def _small(change: Callable[[dict[str, Any]], None] = lambda _: None) -> Catalog
         "layouts": (layout,),
     }
     change(facts)
-    rows = [facts.pop(name) for name in ("first", "offset", "extent", "writer", "number")]
-    return catalog_of_rows(Rows(*rows), **facts)
+    rows = {name: facts.pop(name) for name in ("first", "offset", "extent", "writer", "number")}
+    return catalog_of_rows(Rows(**rows), **facts)
 
 
 def _at(column: str, position: Any, value: int) -> Callable[[dict[str, Any]], None]:

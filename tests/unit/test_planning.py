@@ -218,7 +218,7 @@ def test_the_same_plans_merge_to_the_same_and_are_left_as_they_were() -> None:
     first, second = merge(plans), merge(pickle.loads(before))
     assert pickle.dumps(plans) == before
     for column in (
-        "writer",
+        "rank",
         "row",
         "name",
         "kind",
