@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from mmap import mmap
 from typing import Any
@@ -26,20 +27,19 @@ from dcp_mem.format.catalog_checks import LOOSE_CHUNKS as LOOSE_CHUNKS
 from dcp_mem.format.catalog_checks import (
     MOST,
     MOST_DIMENSIONS,
+    are_in_order,
     contradictions_of_entries,
-    contradictions_of_rows,
+    contradictions_of_runs,
     within,
 )
 from dcp_mem.format.column_file import Ints as Ints
-from dcp_mem.format.column_file import Packed, pack, unpack
+from dcp_mem.format.column_file import Packed, distinct_rows, pack, unpack
 from dcp_mem.format.layout import Layout, layout_of
 from dcp_mem.format.name_columns import Path as Path
 from dcp_mem.format.name_columns import pack_texts, unpack_texts
-from dcp_mem.format.shared_runs import RunPool, Runs
+from dcp_mem.format.shared_runs import RunPool, Runs, read_runs
 
-VERSION = 1
-SHARED_VERSION = 2
-"""The version of catalogs whose rows are stored as runs (`SharedCatalog`)."""
+VERSION = 3
 Extent = tuple[int, int]
 """(offset, length) of an item in its segment."""
 _COLUMNS = (
@@ -47,23 +47,22 @@ _COLUMNS = (
     "properties",
     "dimensions",
     "size",
-    "first",
-    "offset",
-    "extent",
-    "writer",
-    "number",
+    "offset_runs",
+    "extent_runs",
+    "writer_runs",
+    "number_runs",
+    "first_number",
     "ranks",
     "layout_of",
 )
-_OF_ENTRIES = ("name", "properties", "dimensions", "size")
-_OF_SEGMENTS = ("ranks", "layout_of")
-_RUNS = ("offset_runs", "extent_runs", "writer_runs", "number_runs")
 _BOXES, _PLACES = "boxes", "places"
 _ROWS_PER_BYTE = 256
 """The most rows for each byte of a catalog's file; zeros make it long enough."""
 _LAYOUT_ROWS = ("offsets", "lengths", "payload_offsets", "payload_nbytes")
 _ROWS_AT_ONCE = 1 << 20
-"""Rows that are looked at at once while a catalog of runs is checked."""
+"""Rows that are looked at at once while a catalog is checked."""
+_MANY_ROWS = 1 << 17
+"""Catalogs of more rows are looked at entry by entry: so many take 100 MB as Python objects."""
 
 
 @sendable
@@ -82,12 +81,27 @@ class Properties:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Rows:
+    """Rows of a catalog as columns, entry after entry."""
+
+    first: Ints  # int64[entries + 1]; the rows of entry i are first[i] to first[i + 1]
+    offset: Ints  # of each row: int64[rows, width], padded with 0
+    extent: Ints  # of each row: int64[rows, width], padded with 1
+    writer: Ints  # of each row: index in `ranks` of the rank that wrote it; -1 where none has
+    # of each row: which item of the writer's segment it is, counted in the order of the layout, and
+    # then on through the tail
+    number: Ints
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Catalog:
     """The contents of a checkpoint, as columns of entries and rows.
 
     An entry is a name of DCP's metadata; each of its rows is one item. The rows of an entry are
     adjacent, in the lexicographic order of their offsets. `width` is the largest number of
-    dimensions.
+    dimensions. Rows are kept as runs, which entries share; there may be a thousand times as many
+    rows as runs, so loads ask for single ones (`rows_at`), and columns of all rows are made when
+    they are first asked for.
     """
 
     names: Sequence[str]
@@ -99,13 +113,13 @@ class Catalog:
     properties: Ints  # of each entry: index in `table`, or BYTES, LOOSE_CHUNKS or LOOSE_BYTES
     dimensions: Ints
     size: Ints  # of each entry: int64[entries, width], padded with 1
-    first: Ints  # int64[entries + 1]; the rows of entry i are first[i] to first[i + 1]
-    offset: Ints  # of each row: int64[rows, width], padded with 0
-    extent: Ints  # of each row: int64[rows, width], padded with 1
-    writer: Ints  # of each row: index in `ranks` of the rank that wrote it; -1 where none has
-    # of each row: which item of the writer's segment it is, counted in the order of the layout, and
-    # then on through the tail
-    number: Ints
+    boxes: Runs  # offsets and extents
+    places: Runs  # writers and numbers
+    offset_runs: Ints  # of each entry: the runs of its rows' offsets, int64[entries, width]
+    extent_runs: Ints  # of each entry: the runs of its rows' extents, int64[entries, width]
+    writer_runs: Ints  # of each entry: the run of its rows' writers
+    number_runs: Ints  # of each entry: the run of its rows' numbers, counted from the first one
+    first_number: Ints  # of each entry: the number of its first row
     ranks: Ints
     layout_of: Ints  # of each writer: index in `layouts` of its segment's layout
     layouts: Sequence[Layout]
@@ -122,20 +136,24 @@ class Catalog:
         return np.repeat(np.arange(len(self.name)), np.diff(self.first))
 
     def has_offset(self) -> npt.NDArray[np.bool_]:
-        """Return, for each row, whether its index in DCP has an offset; byte items' don't."""
-        has_chunks: npt.NDArray[np.bool_] = (self.properties >= 0) | (
-            self.properties == LOOSE_CHUNKS
-        )
-        return has_chunks[self.entry_of_row()]
+        """Return, for each entry, whether the indexes of its rows in DCP have an offset."""
+        found: npt.NDArray[np.bool_] = (self.properties >= 0) | (self.properties == LOOSE_CHUNKS)
+        return found
 
     def to_bytes(self) -> bytes:
-        """Return the catalog as a file, the same for the same content.
-
-        Raises ManifestInvalid.
-        """
-        _refuse_contradictions(self)
+        """Return the catalog as a file, the same for the same content."""
+        texts = pack_texts(self.names, self.paths)
+        layouts = {
+            row: _joined([getattr(layout, row) for layout in self.layouts]) for row in _LAYOUT_ROWS
+        }
+        lengths = np.fromiter(map(len, self.layouts), np.int64, len(self.layouts))
+        facts = {"table": [_written(one) for one in self.table]}
         columns = {name: getattr(self, name) for name in _COLUMNS}
-        return _packed(self, columns, {"planner_pickle": self.planner_pickle}, VERSION)
+        columns |= self.boxes.columns(_BOXES) | self.places.columns(_PLACES)
+        columns |= {**layouts, "layouts": lengths, **texts.columns}
+        room = bytes(int(self.first[-1]) // _ROWS_PER_BYTE)
+        blobs = {**texts.blobs, "planner_pickle": self.planner_pickle, "room": room}
+        return pack(Packed(facts, columns, blobs), VERSION)
 
     def layout(self, rank: int) -> Layout:
         """Return the layout of a rank's segment; an empty one where the catalog has none."""
@@ -153,7 +171,7 @@ class Catalog:
         Returns a catalog without contradictions: no index in it is out of range. Raises
         ManifestInvalid.
         """
-        packed = unpack(data, (VERSION, SHARED_VERSION))
+        packed = unpack(data, VERSION)
         try:
             catalog = _unpacked(packed, len(memoryview(data)))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -163,78 +181,61 @@ class Catalog:
         _refuse_contradictions(catalog)
         return catalog
 
+    # -- rows ---------------------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RunCatalog(Catalog):
-    """A catalog that was written down as runs, and whose rows are made only when they are needed.
+    @cached_property
+    def first(self) -> Ints:
+        """Of each entry, where its rows begin; and where the last one's end."""
+        return np.append(0, np.cumsum(self.places.lengths[self.writer_runs]))
 
-    The columns of its rows are made as a whole when they are first asked for. They may be a
-    thousand times as large as all the rest, so loads ask for single rows (`with_rows`).
+    @property
+    def has_many_rows(self) -> bool:
+        """Whether all rows are too many to be made at once."""
+        return bool(self.first[-1] > _MANY_ROWS)
 
-    Attributes:
-        boxes: The runs of offsets and extents.
-        places: The runs of writers and numbers.
-        offset_runs: As of a `SharedCatalog`.
-        extent_runs: Likewise.
-        writer_runs: Likewise.
-        number_runs: Likewise.
+    @cached_property
+    def offset(self) -> Ints:
+        return self._boxes_at(self.offset_runs[self.entry_of_row()], self._row)
 
-    All others are those of a `Catalog`.
-    """
+    @cached_property
+    def extent(self) -> Ints:
+        return self._boxes_at(self.extent_runs[self.entry_of_row()], self._row)
 
-    offset: Ints = field(init=False)
-    extent: Ints = field(init=False)
-    writer: Ints = field(init=False)
-    number: Ints = field(init=False)
-    boxes: Runs
-    places: Runs
-    offset_runs: Ints
-    extent_runs: Ints
-    writer_runs: Ints
-    number_runs: Ints
+    @cached_property
+    def writer(self) -> Ints:
+        return self.places.at(self.writer_runs[self.entry_of_row()], self._row)
 
-    def __getattr__(self, name: str) -> Ints:
-        """Make a column of rows, which isn't there yet."""
-        if name == "offset":
-            made = self._side_by_side(self.offset_runs)
-        elif name == "extent":
-            made = self._side_by_side(self.extent_runs)
-        elif name in ("writer", "number"):
-            made = self.places.joined(self.writer_runs if name == "writer" else self.number_runs)
-        else:
-            raise AttributeError(name)
-        object.__setattr__(self, name, made)
-        return made
+    @cached_property
+    def number(self) -> Ints:
+        return self.numbers_at(self.entry_of_row(), self._row)
 
-    def _side_by_side(self, numbers: Ints) -> Ints:
-        result = np.empty((int(self.first[-1]), numbers.shape[1]), np.int64)
-        for dimension, column in enumerate(numbers.T):
-            result[:, dimension] = self.boxes.joined(column)
-        return result
+    @property
+    def _row(self) -> Ints:
+        """Of each row, which of its entry's rows it is."""
+        return counted(np.diff(self.first))
 
-    def with_rows(self, entry: Ints, row: Ints) -> Catalog:
-        """Return the catalog without its other rows.
+    def rows(self) -> Rows:
+        """Return all rows."""
+        return Rows(
+            first=self.first,
+            offset=self.offset,
+            extent=self.extent,
+            writer=self.writer,
+            number=self.number,
+        )
 
-        `entry`: of each row that stays: its entry; ascending. `row`: of each: which of its entry's
-        rows it is; ascending within each entry.
+    def rows_at(self, entry: Ints, row: Ints) -> Rows:
+        """Return some rows.
+
+        `entry`: of each: its entry; ascending. `row`: of each: which of its entry's rows it is;
+        ascending within each entry.
         """
-        return Catalog(
-            names=self.names,
-            paths=self.paths,
-            table=self.table,
-            name=self.name,
-            properties=self.properties,
-            dimensions=self.dimensions,
-            size=self.size,
+        return Rows(
             first=np.searchsorted(entry, np.arange(len(self.name) + 1)),
             offset=self._boxes_at(self.offset_runs[entry], row),
             extent=self._boxes_at(self.extent_runs[entry], row),
             writer=self.places.at(self.writer_runs[entry], row),
-            number=self.places.at(self.number_runs[entry], row),
-            ranks=self.ranks,
-            layout_of=self.layout_of,
-            layouts=self.layouts,
-            planner_pickle=self.planner_pickle,
+            number=self.numbers_at(entry, row),
         )
 
     def boxes_of(self, entry: int) -> tuple[Ints, Ints]:
@@ -244,6 +245,10 @@ class RunCatalog(Catalog):
         return self._boxes_at(self.offset_runs[one], row), self._boxes_at(
             self.extent_runs[one], row
         )
+
+    def numbers_at(self, entry: Ints, row: Ints) -> Ints:
+        """Return the numbers of some rows, as `rows_at` does."""
+        return self.first_number[entry] + self.places.at(self.number_runs[entry], row)
 
     def _boxes_at(self, runs: Ints, row: Ints) -> Ints:
         """Return int64[rows, width] of these runs of dimensions, int64[rows, width], at `row`."""
@@ -259,90 +264,76 @@ class RunCatalog(Catalog):
         entries, the first one; of each entry, the number of its kind.
         """
         counts = np.diff(self.first)
-        keys = np.column_stack([counts, self.offset_runs, self.extent_runs, *further])
-        _, specimen, kind = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        return specimen, kind.reshape(-1)
+        return distinct_rows(
+            np.column_stack([counts, self.offset_runs, self.extent_runs, *further])
+        )
 
-    def specimens(self) -> Iterator[Catalog]:
-        """Yield the rows of this catalog, those apart of which others differ in numbers alone.
+    def least_numbers(self) -> Ints:
+        """Return the least number of each entry's rows."""
+        least: Ints = self.first_number + self.places.bounds()[0, self.number_runs]
+        return least
 
-        What holds for these rows, numbers apart, holds for all. Few of them are made at once.
+    def specimens(self) -> Iterator[Rows]:
+        """Yield the rows of entries in which an order or a missing number can be wrong.
+
+        Of many that differ in numbers alone, one is yielded. Few rows are made at once.
         """
-        least, _ = self.places.bounds(self.number_runs)
-        entries, _ = self.alike(self.writer_runs, np.where(least < 0, self.number_runs, -1))
-        entries.sort()
-        counts = np.diff(self.first)[entries]
+        least, counts = self.least_numbers(), np.diff(self.first)
+        entries = np.arange(len(counts))
+        if self.has_many_rows:
+            numbers = np.where(least < 0, [self.number_runs, self.first_number], -1)
+            entries, _ = self.alike(self.writer_runs, *numbers)
+            entries.sort()
+        entries = entries[(counts[entries] > 1) | (least[entries] < 0)]
+        counts = counts[entries]
         portion = np.cumsum(counts) // _ROWS_AT_ONCE
         for number in dict.fromkeys(portion.tolist()):
             of_portion = portion == number
             entry = np.repeat(entries[of_portion], counts[of_portion])
-            yield self.with_rows(entry, _counted(counts[of_portion]))
+            yield self.rows_at(entry, counted(counts[of_portion]))
 
     def most_numbers(self) -> Ints:
         """Return the largest number of each writer's rows; -1 for a writer without any."""
         most = np.full(len(self.ranks), -1)
-        order = np.argsort(self.writer_runs, kind="stable")
-        writers = self.writer_runs[order]
-        for of_writers in np.split(order, np.flatnonzero(np.diff(writers)) + 1):
-            if not len(of_writers):
-                continue
-            (run,) = self.writer_runs[of_writers[:1]]
-            writer = self.places.run(int(run))
-            highest = np.full(len(writer), -1)
-            for number in dict.fromkeys(self.number_runs[of_writers].tolist()):
-                np.maximum(highest, self.places.run(number), out=highest)
-            np.maximum.at(most, writer[writer >= 0], highest[writer >= 0])
+        order = np.lexsort((self.first_number, self.number_runs, self.writer_runs))
+        runs = np.stack([self.writer_runs, self.number_runs])[:, order]
+        is_last = np.append((np.diff(runs) != 0).any(axis=0), True)[: len(order)]
+        for entry in order[is_last].tolist():
+            writer = self.places.run(int(self.writer_runs[entry]))
+            number = self.places.run(int(self.number_runs[entry])) + self.first_number[entry]
+            np.maximum.at(most, writer[writer >= 0], number[writer >= 0])
         return most
 
 
-def _counted(counts: Ints) -> Ints:
+def catalog_of_rows(rows: Rows, **others: Any) -> Catalog:
+    """Return the catalog with these rows; `others` are its other fields, runs apart.
+
+    Raises ManifestInvalid where these contradict each other.
+    """
+    boxes, places = RunPool(), RunPool()
+    offsets, extents = (
+        [boxes.add_rows(column, rows.first) for column in columns.T]
+        for columns in (rows.offset, rows.extent)
+    )
+    shape = rows.offset.shape[1], len(rows.first) - 1
+    first_number, number_runs = places.add_counted(rows.number, rows.first)
+    catalog = Catalog(
+        offset_runs=np.array(offsets, np.int64).reshape(shape).T,
+        extent_runs=np.array(extents, np.int64).reshape(shape).T,
+        writer_runs=places.add_rows(rows.writer, rows.first),
+        number_runs=number_runs,
+        first_number=first_number,
+        boxes=boxes.runs(),
+        places=places.runs(),
+        **others,
+    )
+    _refuse_contradictions(catalog)
+    return catalog
+
+
+def counted(counts: Ints) -> Ints:
     """Return 0, 1, ... for each of these counts, one after the other."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class SharedCatalog:
-    """A catalog to be written down whose rows are runs, which entries share.
-
-    It is for jobs of many ranks: their rows would take a thousand times as much.
-    `Catalog.from_bytes` makes a `RunCatalog` of it.
-
-    Attributes:
-        boxes: The runs of offsets and extents.
-        places: The runs of writers and numbers.
-        offset_runs: Of each entry: the runs of its rows' offsets, int64[entries, width].
-        extent_runs: Of each entry: the runs of its rows' extents, int64[entries, width].
-        writer_runs: Of each entry: the run of its rows' writers.
-        number_runs: Of each entry: the run of its rows' numbers.
-
-    All others are those of a `Catalog`.
-    """
-
-    names: Sequence[str]
-    paths: Sequence[Path | None] | None
-    table: Sequence[Properties]
-    name: Ints
-    properties: Ints
-    dimensions: Ints
-    size: Ints
-    boxes: RunPool
-    places: RunPool
-    offset_runs: Ints
-    extent_runs: Ints
-    writer_runs: Ints
-    number_runs: Ints
-    ranks: Ints
-    layout_of: Ints
-    layouts: Sequence[Layout]
-
-    def to_bytes(self) -> bytes:
-        """Return the catalog as a file, the same for the same content."""
-        named = (*_OF_ENTRIES, *_RUNS, *_OF_SEGMENTS)
-        columns = {name: getattr(self, name) for name in named}
-        runs = self.boxes.columns(_BOXES) | self.places.columns(_PLACES)
-        rows = int(runs[f"{_PLACES}_length"][self.writer_runs].sum())
-        room = {"room": bytes(rows // _ROWS_PER_BYTE)}
-        return _packed(self, columns | runs, {"planner_pickle": b"", **room}, SHARED_VERSION)
 
 
 def catalog_key(data: bytes | memoryview | mmap) -> str:
@@ -363,51 +354,41 @@ def catalog_named(key: str, data: bytes | mmap) -> Catalog:
 # -- as columns -----------------------------------------------------------------------------------
 
 
-def _packed(
-    catalog: Catalog | SharedCatalog,
-    columns: Mapping[str, Ints],
-    blobs: Mapping[str, bytes],
-    version: int,
-) -> bytes:
-    """Return the file of a catalog with these columns and blobs."""
-    texts = pack_texts(catalog.names, catalog.paths)
-    layouts = {
-        row: _joined([getattr(layout, row) for layout in catalog.layouts]) for row in _LAYOUT_ROWS
-    }
-    lengths = np.fromiter(map(len, catalog.layouts), np.int64, len(catalog.layouts))
-    facts = {"table": [_written(one) for one in catalog.table]}
-    columns = {**columns, **layouts, "layouts": lengths, **texts.columns}
-    return pack(Packed(facts, columns, {**texts.blobs, **blobs}), version)
-
-
 def _unpacked(packed: Packed, nbytes: int) -> Catalog:
     """Return the catalog that a file of so many bytes has."""
     names, paths = unpack_texts(packed)
-    parts: dict[str, Any] = {
-        "names": names,
-        "paths": paths,
-        "table": tuple(_read(one) for one in packed.facts["table"]),
-        "layouts": _layouts(packed.columns),
-        "planner_pickle": packed.blobs["planner_pickle"],
-    }
-    if _RUNS[0] not in packed.columns:
-        parts |= {name: packed.columns[name] for name in _COLUMNS}
-        return Catalog(**parts)
-    parts |= {name: packed.columns[name] for name in (*_OF_ENTRIES, *_RUNS, *_OF_SEGMENTS)}
-    lengths, boxes, places = _lengths_of_runs(packed.columns, nbytes)
-    first = np.append(0, np.cumsum(lengths))
-    return RunCatalog(**parts, first=first, boxes=boxes, places=places)
+    boxes, places = (read_runs(packed.columns, pool) for pool in (_BOXES, _PLACES))
+    catalog = Catalog(
+        names=names,
+        paths=paths,
+        table=tuple(_read(one) for one in packed.facts["table"]),
+        layouts=_layouts(packed.columns),
+        planner_pickle=packed.blobs["planner_pickle"],
+        boxes=boxes,
+        places=places,
+        **{name: packed.columns[name] for name in _COLUMNS},
+    )
+    _refuse_other_runs(catalog, nbytes)
+    return catalog
 
 
-def _lengths_of_runs(columns: Mapping[str, Ints], nbytes: int) -> tuple[Ints, Runs, Runs]:
-    """Return the number of rows of each entry, and the runs of boxes and places."""
-    boxes, places = Runs(columns, _BOXES), Runs(columns, _PLACES)
-    offsets, extents, writers, numbers = (columns[name] for name in _RUNS)
-    if offsets.ndim != 2 or offsets.shape != extents.shape or offsets.shape[1] > MOST_DIMENSIONS:
+def _refuse_other_runs(catalog: Catalog, nbytes: int) -> None:
+    """Raise ValueError where the runs of a file of so many bytes don't fit together."""
+    boxes, places = catalog.boxes, catalog.places
+    offsets, extents = catalog.offset_runs, catalog.extent_runs
+    writers, numbers = catalog.writer_runs, catalog.number_runs
+    if offsets.ndim != 2 or offsets.shape[1] > MOST_DIMENSIONS:
         raise ValueError("runs of other dimensions")
-    if offsets.shape != columns["size"].shape:
+    if not offsets.shape == extents.shape == catalog.size.shape:
         raise ValueError("runs of other dimensions")
-    if not offsets.shape[:1] == writers.shape == numbers.shape == columns["name"].shape:
+    entries = catalog.name.shape
+    if (
+        not offsets.shape[:1]
+        == writers.shape
+        == numbers.shape
+        == entries
+        == catalog.first_number.shape
+    ):
         raise ValueError("runs of other entries")
     if not all(within(one, 0, len(boxes.lengths) - 1) for one in (offsets, extents)) or not all(
         within(one, 0, len(places.lengths) - 1) for one in (writers, numbers)
@@ -420,7 +401,6 @@ def _lengths_of_runs(columns: Mapping[str, Ints], nbytes: int) -> tuple[Ints, Ru
     others = (places.lengths[numbers][:, None], boxes.lengths[offsets], boxes.lengths[extents])
     if not all((one == lengths[:, None]).all() for one in others):
         raise ValueError("runs of other lengths")
-    return lengths, boxes, places
 
 
 # -- properties and layouts as JSON and columns ---------------------------------------------------
@@ -492,10 +472,9 @@ def _refuse_contradictions(catalog: Catalog) -> None:
 def _contradictions(catalog: Catalog) -> Iterator[str]:
     """Yield what doesn't fit together; later checks assume that earlier ones found nothing."""
     yield from contradictions_of_entries(catalog)
-    if not isinstance(catalog, RunCatalog):
-        yield from contradictions_of_rows(catalog)
-        return
-    if not within(catalog.places.bounds(catalog.number_runs), -1, MOST):
-        yield "writers"
-    for part in catalog.specimens():
-        yield from contradictions_of_rows(part)
+    yield from contradictions_of_runs(catalog)
+    for rows in catalog.specimens():
+        if not are_in_order(rows):
+            yield "order of its rows"
+        if ((rows.number < 0) & (rows.writer >= 0)).any():
+            yield "items without a number"

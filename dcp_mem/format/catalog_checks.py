@@ -10,7 +10,7 @@ import numpy as np
 from dcp_mem.format.column_file import Ints
 
 if TYPE_CHECKING:
-    from dcp_mem.format.catalog import Catalog
+    from dcp_mem.format.catalog import Catalog, Rows
 
 BYTES = -1
 """In `Catalog.properties`, in place of a number: the entry is a byte item."""
@@ -45,7 +45,7 @@ def contradictions_of_entries(catalog: Catalog) -> Iterator[str]:
         yield "an entry occurs twice"
     counts = np.diff(catalog.first)
     is_bytes = (catalog.properties == BYTES) | (catalog.properties == LOOSE_BYTES)
-    if (counts < 0).any() or (counts[is_bytes] > 1).any() or catalog.dimensions[is_bytes].any():
+    if (counts[is_bytes] > 1).any() or catalog.dimensions[is_bytes].any():
         yield "rows of its entries"
     if not within(catalog.size, 0, MOST):
         yield "sizes"
@@ -55,59 +55,38 @@ def contradictions_of_entries(catalog: Catalog) -> Iterator[str]:
         yield "layouts"
 
 
-def contradictions_of_rows(catalog: Catalog) -> Iterator[str]:
-    """Yield what doesn't fit together in the rows of a catalog whose entries are sound."""
-    if not _have_shapes_of_rows(catalog):
-        yield "its columns don't fit together"
-    if (catalog.first[0], catalog.first[-1]) != (0, len(catalog.writer)):
-        yield "rows outside of its entries"
-    if not all(within(column, 0, MOST) for column in (catalog.offset, catalog.extent)):
+def contradictions_of_runs(catalog: Catalog) -> Iterator[str]:
+    """Yield what doesn't fit together in the least and the largest integers of a catalog's rows."""
+    if not within(catalog.boxes.bounds(), 0, MOST):
         yield "sizes"
-    if not _are_in_order(catalog):
-        yield "order of its rows"
-    if not within(catalog.writer, -1, len(catalog.ranks) - 1) or not within(
-        catalog.number, -1, MOST
-    ):
+    bounds = catalog.places.bounds()
+    if not within(bounds[:, catalog.writer_runs], -1, len(catalog.ranks) - 1):
         yield "writers"
-    if ((catalog.number < 0) & (catalog.writer >= 0)).any():
-        yield "items without a number"
+    if not within(catalog.first_number, -1, MOST) or not within(
+        bounds[:, catalog.number_runs] + catalog.first_number, -1, MOST
+    ):
+        yield "numbers"
 
 
-def _are_in_order(catalog: Catalog) -> bool:
+def are_in_order(rows: Rows) -> bool:
     """Return whether the rows of each entry ascend by offset; several may have the same."""
-    before, after = catalog.offset[:-1], catalog.offset[1:]
+    before, after = rows.offset[:-1], rows.offset[1:]
     if not after.size:
         return True
     decisive = (after != before).argmax(axis=1)[:, None]
     falls = np.take_along_axis(after < before, decisive, axis=1)[:, 0]
-    begins = catalog.first[(catalog.first > 0) & (catalog.first < len(catalog.offset))]
+    begins = rows.first[(rows.first > 0) & (rows.first < len(rows.offset))]
     falls[begins - 1] = False
     return not falls.any()
 
 
 def _have_shapes(catalog: Catalog) -> bool:
     entries, writers = catalog.name.shape[:1], catalog.ranks.shape[:1]
-    if catalog.size.ndim != 2 or catalog.first.ndim != 1 or not (entries and writers):
+    if not (entries and writers and catalog.size.shape[:1] == entries):
         return False
-    width = catalog.size.shape[1:]
-    if width > (MOST_DIMENSIONS,):
-        return False
-    return (
-        {catalog.name.shape, catalog.properties.shape, catalog.dimensions.shape} == {entries}
-        and catalog.size.shape == (*entries, *width)
-        and catalog.first.shape == (entries[0] + 1,)
-        and {catalog.ranks.shape, catalog.layout_of.shape} == {writers}
-    )
-
-
-def _have_shapes_of_rows(catalog: Catalog) -> bool:
-    rows, width = catalog.writer.shape[:1], catalog.size.shape[1:]
-    if not rows:
-        return False
-    return {catalog.offset.shape, catalog.extent.shape} == {(*rows, *width)} and {
-        catalog.writer.shape,
-        catalog.number.shape,
-    } == {rows}
+    return {catalog.name.shape, catalog.properties.shape, catalog.dimensions.shape} == {
+        entries
+    } and {catalog.ranks.shape, catalog.layout_of.shape} == {writers}
 
 
 def _are_distinct(column: Ints) -> bool:

@@ -29,7 +29,8 @@ from dcp_mem.format.catalog import (
     Extent,
     Ints,
     Properties,
-    RunCatalog,
+    Rows,
+    catalog_of_rows,
 )
 from dcp_mem.format.distinct_shapes import distinct_shapes
 from dcp_mem.format.layout import Layout
@@ -49,8 +50,6 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]
 _Place = tuple[int, int]
 """Index of the writer, and of the item in its segment."""
 _NOWHERE = (-1, -1)
-_MOST_ROWS = 1 << 17
-"""Rows of a catalog that all become Python objects at once: 100 MB, a second."""
 _FEW_ROWS_OF_ENTRY = 16
 """Of entries with fewer rows, all become objects: what it costs to look at an entry is more."""
 
@@ -116,8 +115,7 @@ def metadata_of(
     """
     chunks: Sequence[Sequence[ChunkStorageMetadata]]
     storage_data: Mapping[MetadataIndex, StorageInfo]
-    most_rows = max(_MOST_ROWS, _FEW_ROWS_OF_ENTRY * len(catalog.name))
-    if isinstance(catalog, RunCatalog) and catalog.first[-1] > most_rows:
+    if catalog.has_many_rows and catalog.first[-1] > _FEW_ROWS_OF_ENTRY * len(catalog.name):
         refuse_missing_tails(catalog, tails)
         entries = CatalogEntries(catalog)
         columns = zip(catalog.dimensions.tolist(), catalog.size.tolist(), strict=True)
@@ -181,8 +179,9 @@ def _storage_data(
     extents = np.concatenate(
         [np.stack([places.offsets, places.lengths], axis=1), places.tail.extents(tails)]
     )
-    names = catalog.name[catalog.entry_of_row()[rows]]
-    columns = (rows, names, catalog.has_offset()[rows], catalog.writer[rows], *extents.T)
+    entries = catalog.entry_of_row()[rows]
+    names, has_offset = catalog.name[entries], catalog.has_offset()[entries]
+    columns = (rows, names, has_offset, catalog.writer[rows], *extents.T)
     files = [segment_file(rank, save_id) for rank in catalog.ranks.tolist()]
     return {
         MetadataIndex(catalog.names[name], offsets[row] if has_offset else None): StorageInfo(
@@ -244,22 +243,29 @@ class _Entries:
         self._first.append(len(self._boxes))
 
     def columns(self) -> dict[str, Ints]:
-        """Return those columns of a catalog that belong to entries and rows."""
+        """Return those columns of a catalog that belong to entries."""
         names, kinds, sizes = zip(*self._entries, strict=True) if self._entries else ((), (), ())
-        offsets, extents = zip(*self._boxes, strict=True) if self._boxes else ((), ())
-        width = max(map(len, sizes), default=0)
-        places = np.array(self._places, np.int64).reshape(-1, 2)
         return {
             "name": np.array(names, np.int64),
             "properties": np.array(kinds, np.int64),
             "dimensions": np.fromiter(map(len, sizes), np.int64, len(sizes)),
-            "size": _padded(sizes, width, 1),
-            "first": np.array(self._first, np.int64),
-            "offset": _padded(offsets, width, 0),
-            "extent": _padded(extents, width, 1),
-            "writer": places[:, 0].copy(),
-            "number": places[:, 1].copy(),
+            "size": _padded(sizes, self._width, 1),
         }
+
+    def rows(self) -> Rows:
+        offsets, extents = zip(*self._boxes, strict=True) if self._boxes else ((), ())
+        writer, number = np.array(self._places, np.int64).reshape(-1, 2).T
+        return Rows(
+            first=np.array(self._first, np.int64),
+            offset=_padded(offsets, self._width, 0),
+            extent=_padded(extents, self._width, 1),
+            writer=writer,
+            number=number,
+        )
+
+    @property
+    def _width(self) -> int:
+        return max((len(size) for _, _, size in self._entries), default=0)
 
 
 def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
@@ -288,7 +294,8 @@ def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
     _add_loose(entries, places)
     layouts = {of_rank.layout.key: of_rank.layout for of_rank in items}
     numbers = {key: number for number, key in enumerate(layouts)}
-    return Catalog(
+    return catalog_of_rows(
+        entries.rows(),
         names=tuple(entries.names),
         paths=[planner_data.get(name) for name in entries.names] if has_paths else None,
         table=tuple(entries.table),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -62,10 +62,10 @@ def pack(packed: Packed, version: int) -> bytes:
     return bytes(data)
 
 
-def unpack(data: bytes | memoryview | mmap, versions: Collection[int]) -> Packed:
+def unpack(data: bytes | memoryview | mmap, version: int) -> Packed:
     """Read what `pack` wrote; nothing of `data` is kept.
 
-    `versions`: the format versions that the caller knows. Raises ManifestInvalid.
+    `version`: the format version that the caller knows. Raises ManifestInvalid.
     """
     view = memoryview(data).cast("B")
     if len(view) < _FRAME.size:
@@ -77,9 +77,9 @@ def unpack(data: bytes | memoryview | mmap, versions: Collection[int]) -> Packed
         raise ManifestInvalid("a catalog is damaged (checksum)")
     try:
         head = json.loads(bytes(view[_FRAME.size : _FRAME.size + length]))
-        if head["version"] not in versions:
+        if head["version"] != version:
             raise ManifestInvalid(
-                f"a catalog of version {head['version']}, not {max(versions)}: use a newer dcp_mem"
+                f"a catalog of version {head['version']}, not {version}: use a newer dcp_mem"
             )
         return _unpack(head, view[_FRAME.size + length :])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -112,6 +112,20 @@ def in_32_bits(column: Ints) -> Ints:
     least, most = column.min(initial=0), column.max(initial=0)
     fits = np.iinfo(np.int32).min <= least and most <= np.iinfo(np.int32).max
     return column.astype(np.int32) if fits else column
+
+
+def distinct_rows(keys: Ints) -> tuple[Ints, Ints]:
+    """Return the first of each kind of equal rows, in ascending order; and each row's kind."""
+    varies = (keys != keys[:1]).any(axis=0)
+    varies[-1] = True
+    keys = keys[:, varies]
+    order = np.lexsort(keys.T[::-1])
+    is_new = np.ones(len(keys), bool)
+    found = keys[order]
+    is_new[1:] = (found[1:] != found[:-1]).any(axis=1)
+    kinds = np.empty(len(keys), np.int64)
+    kinds[order] = np.cumsum(is_new) - 1
+    return order[is_new], kinds
 
 
 def _smallest(column: Ints) -> str:

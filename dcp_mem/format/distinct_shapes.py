@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcp_mem.format.catalog import Catalog, Ints
+from dcp_mem.format.column_file import distinct_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -31,18 +32,12 @@ def distinct_shapes(catalog: Catalog) -> DistinctShapes:
     values[np.arange(values.shape[1]) >= dimensions[:, None]] = (
         0  # padding isn't the same everywhere
     )
-    order = np.lexsort((*values.T[::-1], dimensions))
-    values, dimensions = values[order], dimensions[order]
-    differs = np.ones(len(order), bool)
-    differs[1:] = (dimensions[1:] != dimensions[:-1]) | (values[1:] != values[:-1]).any(axis=1)
-    number = np.empty(len(order), np.int64)
-    number[order] = np.cumsum(differs) - 1
-    size, offset, extent = np.split(
-        number, [len(catalog.size), len(catalog.size) + len(catalog.offset)]
-    )
+    specimens, number = distinct_rows(np.column_stack([dimensions, values]))
+    entries, rows = len(catalog.size), len(catalog.offset)
+    size, offset, extent = np.split(number, [entries, entries + rows])
     return DistinctShapes(
-        dimensions=dimensions[differs],
-        values=values[differs],
+        dimensions=dimensions[specimens],
+        values=values[specimens],
         size=size,
         offset=offset,
         extent=extent,

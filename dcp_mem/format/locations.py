@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from dcp_mem.errors import ManifestInvalid
-from dcp_mem.format.catalog import Catalog, Extent, Ints, RunCatalog
+from dcp_mem.format.catalog import Catalog, Extent, Ints
 
 _LACKING = "the manifest lacks items that the catalog has: they aren't of one save"
 
@@ -112,9 +112,6 @@ def refuse_missing_tails(catalog: Catalog, tails: Mapping[int, Sequence[Extent]]
 
     `tails`: by rank, offset and length of each item of its tail.
     """
-    if not isinstance(catalog, RunCatalog):
-        locations_of(catalog).tail.extents(tails)
-        return
     lengths = np.fromiter(map(len, catalog.layouts), np.int64, len(catalog.layouts))
     beyond = catalog.most_numbers() - lengths[catalog.layout_of]
     for writer in np.flatnonzero(beyond >= 0).tolist():

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from dcp_mem.format.catalog import LOOSE_CHUNKS, Extent, Ints, RunCatalog
+from dcp_mem.format.catalog import Catalog, Extent, Ints
 from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.metadata import StorageInfo
 from dcp_mem.format.names import segment_file
@@ -27,7 +27,7 @@ _CHUNKS_AT_ONCE = 64
 class CatalogEntries:
     """The boxes of a catalog's rows, entry by entry."""
 
-    def __init__(self, catalog: RunCatalog) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._dimensions = catalog.dimensions.tolist()
         # Whoever looks up one chunk of an entry soon looks up another.
@@ -116,8 +116,7 @@ class EntryStorageData(Mapping[MetadataIndex, StorageInfo]):
         self._named: dict[str, list[int]] = {}
         for entry, name in enumerate(self._entry_names):
             self._named.setdefault(name, []).append(entry)
-        kinds = catalog.properties
-        self._has_offset = ((kinds >= 0) | (kinds == LOOSE_CHUNKS)).tolist()
+        self._has_offset = catalog.has_offset().tolist()
         # Of the entry that was gone through last: dict() looks up each index that it is given.
         self._last: Mapping[MetadataIndex, StorageInfo] = {}
 
@@ -148,7 +147,7 @@ class EntryStorageData(Mapping[MetadataIndex, StorageInfo]):
         writer = catalog.places.at(catalog.writer_runs[one], row)
         is_written = writer >= 0
         row, writer, one = row[is_written], writer[is_written], one[is_written]
-        number = catalog.places.at(catalog.number_runs[one], row)
+        number = catalog.numbers_at(one, row)
         found = self._items.find(writer, number)
         places, lengths = self._items.columns[:2, found]
         found_places = zip(

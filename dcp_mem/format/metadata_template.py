@@ -237,11 +237,12 @@ def _paths(memo: Memo, catalog: Catalog, numbers: _Numbers) -> bytes:
 def _keep(memo: Memo, catalog: Catalog, files: Ints) -> _Numbers:
     shapes = distinct_shapes(catalog)
     kept = _keep_shapes(memo, shapes)
+    has_offset = catalog.has_offset()[catalog.entry_of_row()]
     return _Numbers(
         names=memo.keep_all(strings(catalog.names)),
         files=files,
         size=kept[shapes.size],
-        offset=np.where(catalog.has_offset(), kept[shapes.offset], memo.keep(pickle.NONE)),
+        offset=np.where(has_offset, kept[shapes.offset], memo.keep(pickle.NONE)),
         extent=kept[shapes.extent],
     )
 

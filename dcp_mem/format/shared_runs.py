@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, repeat
 
 import numpy as np
 
 from dcp_mem.format.column_file import Ints, in_32_bits
 
-_COLUMNS = ("first", "step", "length", "is_listed", "values")
+_COLUMNS = ("first", "step", "length", "values")
 _MOST = float(1 << 62)
 """No number of a run is larger: the sum of two of them doesn't overflow."""
 
@@ -21,94 +24,123 @@ class RunPool:
     """Collects distinct runs."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int, int] | bytes, int] = {}
-        self._runs: list[tuple[int, int, int, int]] = []
+        self._numbers: dict[tuple[int, int, int], int] = {}  # first, step and length, as in `Runs`
+        self._starts: dict[bytes, int] = {}
         self._values: list[Ints] = []
         self._listed = 0
 
-    def add(self, run: Ints) -> int:
-        """Return the number of a run; equal runs have the same."""
-        length, first = len(run), int(run[0])
-        step = int(run[1]) - first if length > 1 else 0
-        # The last number is looked at first: mostly that tells.
-        if int(run[-1]) == first + step * (length - 1) and (np.diff(run) == step).all():
-            return self._number((first, step, length), (first, step, length, 0))
-        before = len(self._runs)
+    def add(self, runs: Ints) -> Ints:
+        """Return the numbers of some runs, int64[runs, length]; equal runs have the same."""
+        count, length = runs.shape
+        if count > 1 and (runs == runs[0]).all():
+            return np.repeat(self.add(runs[:1]), count)
+        first, step = np.zeros((2, count), np.int64)
+        if length:
+            first = runs[:, 0]
+        if length > 1:
+            step = runs[:, 1] - first
+        keys = list(zip(first.tolist(), step.tolist(), repeat(length)))
+        for row in np.flatnonzero((np.diff(runs, axis=1) != step[:, None]).any(axis=1)).tolist():
+            keys[row] = (self._start(runs[row]), 0, -length)
+        numbers = self._numbers
+        return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+    def _start(self, run: Ints) -> int:
+        """Return where a run that is no progression begins among all that are listed."""
         # A digest, not the bytes: runs of plans that aren't regular are many and long.
         digest = hashlib.blake2b(np.ascontiguousarray(run, np.int64).data).digest()
-        number = self._number(digest, (self._listed, 0, length, 1))
-        if number == before:
+        start = self._starts.setdefault(digest, self._listed)
+        if start == self._listed:
             self._values.append(in_32_bits(run))
-            self._listed += length
-        return number
+            self._listed += len(run)
+        return start
 
-    def _number(self, key: tuple[int, int, int] | bytes, run: tuple[int, int, int, int]) -> int:
-        number = self._known.setdefault(key, len(self._runs))
-        if number == len(self._runs):
-            self._runs.append(run)
-        return number
+    def add_rows(self, column: Ints, first: Ints) -> Ints:
+        """Return the numbers of the runs of a column that begin at `first`, to its last one."""
+        counts = np.diff(first)
+        if len(counts) and (counts == counts[0]).all():
+            return self.add(column[first[0] :].reshape(len(counts), counts[0]))
+        numbers = np.empty(len(counts), np.int64)
+        for count in dict.fromkeys(counts.tolist()):
+            of_count = np.flatnonzero(counts == count)
+            numbers[of_count] = self.add(column[first[of_count, None] + np.arange(count)])
+        return numbers
+
+    def add_counted(self, column: Ints, first: Ints) -> tuple[Ints, Ints]:
+        """Return the first integers of these runs, and the numbers of the runs counted from it."""
+        counts = np.diff(first)
+        firsts = np.full(len(counts), 0)
+        firsts[counts > 0] = column[first[:-1][counts > 0]]
+        return firsts, self.add_rows(column - np.repeat(firsts, counts), first)
+
+    def runs(self) -> Runs:
+        """Return all runs that were added."""
+        found = np.fromiter(chain.from_iterable(self._numbers), np.int64, 3 * len(self._numbers))
+        first, step, length = found.reshape(-1, 3).T
+        values = np.concatenate([np.zeros(0, np.int32), *self._values])
+        return Runs(first, step, length, values)
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Runs by number. One of negative length is listed: its integers are values[first:]."""
+
+    first: Ints
+    step: Ints
+    length: Ints
+    values: Ints
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """Of each run, how many integers it has."""
+        return np.abs(self.length)
 
     def columns(self, name: str) -> dict[str, Ints]:
-        """Return the columns that `Runs` reads."""
-        runs = np.array(self._runs, np.int64).reshape(-1, 4)
-        values = np.concatenate([np.zeros(0, np.int32), *self._values])
-        found = (*(np.ascontiguousarray(column) for column in runs.T), values)
-        return {f"{name}_{column}": one for column, one in zip(_COLUMNS, found, strict=True)}
-
-
-class Runs:
-    """Runs that were written down.
-
-    Raises KeyError, ValueError.
-    """
-
-    def __init__(self, columns: Mapping[str, Ints], name: str) -> None:
-        found = [columns[f"{name}_{column}"] for column in _COLUMNS]
-        self._first, self._step, self.lengths, self._is_listed, self._values = found
-        if any(one.ndim != 1 for one in found) or len({one.shape for one in found[:4]}) != 1:
-            raise ValueError("runs of other columns")
-        is_listed = self._is_listed != 0
-        first, step = self._first.astype(np.float64), self._step.astype(np.float64)
-        last = np.where(is_listed, 0.0, first + step * (self.lengths - 1.0))
-        if (
-            (self.lengths < 1).any()
-            or (np.abs(first) > _MOST).any()
-            or (np.abs(last) > _MOST).any()
-        ):
-            raise ValueError("runs of no length, or of too large numbers")
-        stops = first + self.lengths
-        if (is_listed & ((first < 0) | (stops > len(self._values)))).any():
-            raise ValueError("runs of numbers that aren't listed")
-
-    def joined(self, numbers: Ints) -> Ints:
-        """Return some runs one after the other; the caller has added up their lengths."""
-        known = {number: self.run(number) for number in np.unique(numbers).tolist()}
-        nothing = np.zeros(0, np.int64)
-        return np.concatenate([nothing, *map(known.__getitem__, numbers.tolist())])
+        """Return the columns that `read_runs` reads."""
+        return {f"{name}_{column}": getattr(self, column) for column in _COLUMNS}
 
     def at(self, numbers: Ints, index: Ints) -> Ints:
         """Return one integer of each of some runs."""
-        first, is_listed = self._first[numbers], self._is_listed[numbers] != 0
-        found: Ints = first + self._step[numbers] * index
-        found[is_listed] = self._values[first[is_listed] + index[is_listed]]
+        first = self.first[numbers]
+        found: Ints = first + self.step[numbers] * index
+        if len(self.values):
+            is_listed = self.length[numbers] < 0
+            found[is_listed] = self.values[first[is_listed] + index[is_listed]]
         return found
 
-    def bounds(self, numbers: Ints) -> Ints:
-        """Return the least and the largest integer of each of some runs: int64[2, runs].
-
-        `numbers`: of the runs, in range; the caller has added up their lengths.
-        """
-        ends = self.at(numbers, self.lengths[numbers] - 1)
-        found = np.stack([self._first[numbers], ends])
-        found.sort(axis=0)
-        for place in np.flatnonzero(self._is_listed[numbers] != 0).tolist():
-            run = self.run(int(numbers[place]))
-            found[:, place] = run.min(), run.max()
+    def bounds(self) -> Ints:
+        """Return the least and the largest integer of each run: int64[2, runs]."""
+        is_listed = self.length < 0
+        ends = self.first + self.step * np.maximum(self.length - 1, 0)
+        found = np.sort(np.where(is_listed, 0, np.stack([self.first, ends])), axis=0)
+        for number in np.flatnonzero(is_listed).tolist():
+            run = self.run(number)
+            found[:, number] = run.min(), run.max()
         return found
 
     def run(self, number: int) -> Ints:
         """Return a run."""
-        first, length = int(self._first[number]), int(self.lengths[number])
-        if self._is_listed[number]:
-            return self._values[first : first + length]
-        return first + int(self._step[number]) * np.arange(length)
+        first, length = int(self.first[number]), int(self.length[number])
+        if length < 0:
+            return self.values[first : first - length]
+        return first + int(self.step[number]) * np.arange(length)
+
+
+def read_runs(columns: Mapping[str, Ints], name: str) -> Runs:
+    """Return the runs that were written down.
+
+    Raises KeyError, ValueError.
+    """
+    runs = Runs(*(columns[f"{name}_{column}"] for column in _COLUMNS))
+    if {runs.first.ndim, runs.values.ndim} != {1} or (
+        not runs.first.shape == runs.step.shape == runs.length.shape
+    ):
+        raise ValueError("runs of other columns")
+    is_listed = runs.length < 0
+    first, step, length = (one.astype(np.float64) for one in (runs.first, runs.step, runs.length))
+    last = np.where(is_listed, 0.0, first + step * (length - 1.0))
+    if any((np.abs(one) > _MOST).any() for one in (first, length, last)):
+        raise ValueError("runs of too large numbers")
+    if (is_listed & ((first < 0) | (first - length > len(runs.values)))).any():
+        raise ValueError("runs of numbers that aren't listed")
+    return runs

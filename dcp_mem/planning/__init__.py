@@ -15,7 +15,6 @@ Read it in this order. Of a save:
 - `joint_plan`: the plans of some ranks joined, with what they have in common held once.
 - `contradictions`: what is refused of the ranks' plans.
 - `dealing`: who writes a chunk that several ranks hold.
-- `series_plan`: the global plan of many ranks, made from what they have in common.
 - `global_plan`: all ranks' plans merged: which rank writes what.
 - `plan_catalog`: the catalog of what the ranks have written.
 

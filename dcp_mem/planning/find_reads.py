@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints, RunCatalog
+from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints, Rows
 from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named
@@ -47,9 +47,8 @@ def find_reads(
     entry = _entries(plan, catalog)
     if entry is None:
         return None
-    if isinstance(catalog, RunCatalog):
-        catalog = _needed_rows(plan, entry, catalog)
-    locations = _Locations(catalog, save_id, tails)
+    rows = _needed_rows(plan, entry, catalog) if catalog.has_many_rows else catalog.rows()
+    locations = _Locations(catalog, rows, save_id, tails)
     tensors, objects = (
         _Tensors.of(plan, values, entry, locations, into_devices=into_devices),
         _Objects.of(plan, entry, locations),
@@ -90,8 +89,8 @@ def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
     return None if is_other.any() else entry
 
 
-def _needed_rows(plan: LocalPlan, entry: Ints, catalog: RunCatalog) -> Catalog:
-    """Return the catalog with those rows alone that share elements with what the plan needs.
+def _needed_rows(plan: LocalPlan, entry: Ints, catalog: Catalog) -> Rows:
+    """Return those rows of the catalog that share elements with what the plan needs.
 
     Entries with the same boxes are looked up in one index, so no more rows are made at once than
     one entry has, and those that are needed.
@@ -123,7 +122,7 @@ def _needed_rows(plan: LocalPlan, entry: Ints, catalog: RunCatalog) -> Catalog:
         rows.append(overlaps.row)
     most = int(np.diff(catalog.first).max(initial=0)) + 1
     found = np.unique(np.concatenate(entries) * most + np.concatenate(rows))
-    return catalog.with_rows(found // most, found % most)
+    return catalog.rows_at(found // most, found % most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +130,7 @@ class _Locations:
     """The locations of a catalog's items in the segments of one save."""
 
     catalog: Catalog
+    rows: Rows
     save_id: str
     tails: Mapping[int, Sequence[Extent]]
 
@@ -145,12 +145,15 @@ class _Locations:
 
     def extents(self, rows: Ints) -> list[Extent]:
         """Return offset and length of these rows' items in their segments."""
-        ranks = self.catalog.ranks[self.catalog.writer[rows]].tolist()
-        in_layouts = self.items.columns[:2, self.items.of(rows)].T.tolist()
+        writer, number = self.rows.writer[rows], self.rows.number[rows]
+        in_layouts = self.items.columns[:2, self.items.find(writer, number)].T.tolist()
         return [
             (offset, length) if in_tail < 0 else self.tails[rank][in_tail]
             for (offset, length), rank, in_tail in zip(
-                in_layouts, ranks, self.items.index_in_tail(rows).tolist(), strict=True
+                in_layouts,
+                self.catalog.ranks[writer].tolist(),
+                self.items.beyond(writer, number).tolist(),
+                strict=True,
             )
         ]
 
@@ -184,17 +187,17 @@ class _Tensors:
         addresses, devices = _places(plan, tensors, into_devices=into_devices)
         if (addresses == _NOT_PLAIN).any() and any(tensor.is_meta for tensor in tensors):
             return None
-        catalog = locations.catalog
-        width = max(plan.size.shape[1], catalog.size.shape[1])
+        saved = locations.rows
+        width = max(plan.size.shape[1], saved.offset.shape[1])
         wanted = Boxes(
             entry[rows], widened(plan.offset[rows], width, 0), widened(plan.extent[rows], width, 1)
         )
         index = ChunkIndex(
-            widened(catalog.offset, width, 0), widened(catalog.extent, width, 1), catalog.first
+            widened(saved.offset, width, 0), widened(saved.extent, width, 1), saved.first
         )
         overlaps = index.find(wanted)
         found, needed = (boxes.extent.prod(axis=1).sum() for boxes in (overlaps, wanted))
-        if (catalog.writer[overlaps.row] < 0).any() or found < needed:
+        if (saved.writer[overlaps.row] < 0).any() or found < needed:
             return None
         return _Tensors(
             plan=plan,
@@ -215,7 +218,9 @@ class _Tensors:
 
     def _payloads(self, rows: Ints) -> Ints:
         """Return offset and bytes of these rows' payloads; the offset is -1 where there is none."""
-        return self.locations.items.columns[2:, self.locations.items.of(rows)]
+        found = self.locations.rows
+        items = self.locations.items
+        return items.columns[2:, items.find(found.writer[rows], found.number[rows])]
 
     def are_direct(self) -> Bools:
         """Return, for each overlap, whether it can be a direct read.
@@ -248,7 +253,7 @@ class _Tensors:
         """Return the payloads of these overlaps."""
         rows = self.overlaps.row[which]
         payload_offset, payload_nbytes = self._payloads(rows)
-        writer = self.locations.catalog.writer[rows]
+        writer = self.locations.rows.writer[rows]
         wanted = self.overlaps.wanted[which]
         return DirectRead(
             file=writer,
@@ -261,8 +266,7 @@ class _Tensors:
     def items(self, which: Ints) -> list[ItemRead]:
         """Return these overlaps as items, as DCP would plan them."""
         row, box = self.overlaps.row[which], self.overlaps.wanted[which]
-        catalog = self.locations.catalog
-        dtypes = [dtype_named(one.dtype) for one in catalog.table]
+        dtypes = [dtype_named(one.dtype) for one in self.locations.catalog.table]
         columns = (
             self.plan.name[self.rows[box]],
             self.plan.dimensions[self.rows[box]],
@@ -272,7 +276,7 @@ class _Tensors:
             self.overlaps.offset[which],
             self.overlaps.extent[which],
             self._kinds[which],
-            catalog.writer[row],
+            self.locations.rows.writer[row],
         )
         result = []
         for (name, dimensions, target, saved, saved_extent, start, extent, kind, writer), (
@@ -317,16 +321,16 @@ class _Objects:
     @staticmethod
     def of(plan: LocalPlan, entry: Ints, locations: _Locations) -> _Objects | None:
         wanted = np.flatnonzero(plan.kind == ItemKind.OBJECT)
-        first = locations.catalog.first
+        first = locations.rows.first
         rows = first[entry[wanted]]
-        if (first[entry[wanted] + 1] == rows).any() or (locations.catalog.writer[rows] < 0).any():
+        if (first[entry[wanted] + 1] == rows).any() or (locations.rows.writer[rows] < 0).any():
             return None
         return _Objects(plan, locations, plan.name[wanted], rows)
 
     def items(self) -> list[ItemRead]:
         """Return these items, as DCP would plan them."""
         nowhere = torch.Size((0,))
-        writers, result = self.locations.catalog.writer[self.rows].tolist(), []
+        writers, result = self.locations.rows.writer[self.rows].tolist(), []
         for name, writer, (offset, length) in zip(
             self.names.tolist(), writers, self.locations.extents(self.rows), strict=True
         ):

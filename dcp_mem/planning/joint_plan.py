@@ -3,8 +3,8 @@
 Plans of ranks that hold shards of the same tensors differ in little but the chunks' offsets. Items
 that are alike on several ranks are one series. What else a series has (rows, offsets, extents) are
 columns of one number per rank, and most series have the same few columns. So the plans of thousands
-of ranks are as large as a few of them, and are joined as quickly. Nothing is lost: `plan_rows` has
-every item again.
+of ranks are as large as a few of them, and are joined as quickly. Nothing is lost:
+`SeriesNumbers` has every item again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from dcp_mem.common.sendable import sendable
-from dcp_mem.format.catalog import Ints, Path, Properties
-from dcp_mem.format.column_file import in_32_bits
+from dcp_mem.format.catalog import Ints, Path, Properties, counted
+from dcp_mem.format.column_file import distinct_rows, in_32_bits
 from dcp_mem.planning.plan_columns import LocalPlan, PlanItems, widened
 
 T = TypeVar("T")
@@ -75,19 +74,6 @@ class JointPlan:
         """The number of items on all ranks."""
         return int(self.lengths.sum())
 
-    def values(self, series: int, column: int) -> Ints:
-        """Return one column of a series, a number for each of its holders.
-
-        `column`: which one: 0 for rows, then offsets, then extents.
-        """
-        columns = self.groups[self.holders[series]].columns
-        return added(columns[self.columns[series, column]], self.bases[series, column])
-
-
-def added(numbers: Ints, bases: Ints) -> Ints:
-    """Return the sum of columns and bases; both may have 32 bits, and their sum more."""
-    return np.add(numbers, bases, dtype=np.int64)
-
 
 def plan_of_rank(rank: int, plan: LocalPlan) -> JointPlan:
     """Return one rank's plan as a joint plan."""
@@ -116,10 +102,10 @@ def plan_of_rank(rank: int, plan: LocalPlan) -> JointPlan:
 
 def _turns(keys: Ints) -> Ints:
     """Return how many equal rows come before each."""
-    order, is_new = sorted_rows(keys)
-    starts = np.flatnonzero(is_new)
-    turns = np.zeros(len(keys), np.int64)
-    turns[order] = np.arange(len(keys)) - np.repeat(starts, np.diff(np.append(starts, len(keys))))
+    specimens, kinds = distinct_rows(keys)
+    order = np.argsort(kinds, kind="stable")
+    turns = np.empty(len(keys), np.int64)
+    turns[order] = counted(np.bincount(kinds, minlength=len(specimens)))
     return turns
 
 
@@ -219,10 +205,8 @@ def _joined_series(
     if all(np.array_equal(one, keys[0]) for one in keys[1:]):
         return keys[0], [np.arange(len(keys[0]))] * len(parts)
     joined = np.concatenate(keys)
-    order, is_new = sorted_rows(joined)
-    numbers = np.empty(len(joined), np.int64)
-    numbers[order] = np.cumsum(is_new) - 1
-    return joined[order[is_new]], np.split(numbers, np.cumsum([len(one) for one in keys])[:-1])
+    specimens, numbers = distinct_rows(joined)
+    return joined[specimens], np.split(numbers, np.cumsum([len(one) for one in keys])[:-1])
 
 
 def _joined_groups(
@@ -238,12 +222,11 @@ def _joined_groups(
         held[own, index] = wide.holders
         pieces[0, own, :, index], pieces[1, own, :, index] = wide.columns, wide.bases
         groups_of_part.append(wide.groups)
-    order, is_new = sorted_rows(held)
-    holders = np.empty(count, np.int64)
-    holders[order] = np.cumsum(is_new) - 1
+    _, holders = distinct_rows(held)
+    by_holders = np.argsort(holders, kind="stable")
     columns, bases = np.empty((2, count, 1 + 2 * width), np.int64)
     groups = []
-    for members in np.split(order, np.flatnonzero(is_new)[1:]) if count else ():
+    for members in np.split(by_holders, np.cumsum(np.bincount(holders))[:-1]) if count else ():
         present = np.flatnonzero(held[members[0]] >= 0)
         if len(present) == 1:  # as where each rank has names of its own
             only = int(present[0])
@@ -286,11 +269,8 @@ def _joined_columns(parts: Sequence[Holders], wanted: Ints, shifts: Ints) -> tup
     `wanted`: for each column wanted, the number of its piece in each part. Returns the group, and
     the number of each wanted column.
     """
-    keys = np.concatenate([wanted, shifts], axis=1)
-    order, is_new = sorted_rows(keys)
-    numbers = np.empty(len(keys), np.int64)
-    numbers[order] = np.cumsum(is_new) - 1
-    wanted, shifts = wanted[order[is_new]], shifts[order[is_new]]
+    specimens, numbers = distinct_rows(np.concatenate([wanted, shifts], axis=1))
+    wanted, shifts = wanted[specimens], shifts[specimens]
     ranks = np.concatenate([part.ranks for part in parts])
     columns = np.concatenate(
         [
@@ -303,15 +283,6 @@ def _joined_columns(parts: Sequence[Holders], wanted: Ints, shifts: Ints) -> tup
         by_rank = np.argsort(ranks)
         ranks, columns = ranks[by_rank], columns[:, by_rank]
     return Holders(ranks, columns), numbers
-
-
-def sorted_rows(keys: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Return the order of rows, stable, and for each of the sorted rows whether it is a new one."""
-    order = np.lexsort(keys.T[::-1])
-    is_new = np.ones(len(keys), bool)
-    found = keys[order]
-    is_new[1:] = (found[1:] != found[:-1]).any(axis=1)
-    return order, is_new
 
 
 # -- looking at it --------------------------------------------------------------------------------
@@ -348,57 +319,63 @@ class PlanRows(PlanItems):
     place: Ints  # of each item: where among the holders of its series the rank is
 
 
-def plan_rows(plan: JointPlan, series: Ints) -> PlanRows:
-    """Return the items of some series."""
-    held = plan.holders[series]
-    present = np.flatnonzero(np.bincount(held, minlength=len(plan.groups)))
-    pieces = [
-        _rows_of_group(plan, plan.groups[one], series[held == one]) for one in present.tolist()
-    ]
-    of_series, rank, place, row, offset, extent = (
-        np.concatenate(columns) for columns in zip(_no_rows(plan.width), *pieces, strict=True)
-    )
-    starts = np.zeros(int(plan.ranks.max(initial=-1)) + 1, np.int64)
-    starts[plan.ranks] = np.cumsum(plan.lengths) - plan.lengths
-    order = np.argsort(starts[rank] + row, kind="stable")
-    of_series = of_series[order]
-    return PlanRows(
-        names=plan.names,
-        paths=plan.paths,
-        table=plan.table,
-        name=plan.name[of_series],
-        kind=plan.kind[of_series],
-        properties=plan.properties[of_series],
-        dimensions=plan.dimensions[of_series],
-        size=plan.size[of_series],
-        offset=offset[order],
-        extent=extent[order],
-        rank=rank[order],
-        row=row[order],
-        series=of_series,
-        place=place[order],
-    )
+class SeriesNumbers:
+    """The rows, offsets and extents of a joint plan's items, looked up many at once."""
+
+    def __init__(self, plan: JointPlan) -> None:
+        self.plan = plan
+        counts = np.array([len(one.ranks) for one in plan.groups], np.int64)
+        sizes = np.array([one.columns.size for one in plan.groups], np.int64)
+        starts = (np.cumsum(sizes) - sizes)[plan.holders]
+        self.counts = counts[plan.holders]  # of each series: its items
+        self._columns = _joined([one.columns.ravel() for one in plan.groups])
+        self._at = starts[:, None] + plan.columns * self.counts[:, None]
+        self._ranks = _joined([one.ranks for one in plan.groups])
+        self._ranks_at = (np.cumsum(counts) - counts)[plan.holders]
+
+    def of(self, column: int, series: Ints, place: Ints) -> Ints:
+        """Return a number of each of some items.
+
+        `column`: which one: 0 for rows, then offsets, then extents. `place`: of each item: where
+        among the holders of its series its rank is.
+        """
+        numbers = self._columns[self._at[series, column] + place]
+        return _added(numbers, self.plan.bases[series, column])
+
+    def items(self, series: Ints) -> PlanRows:
+        """Return the items of some series."""
+        plan, counts = self.plan, self.counts[series]
+        series, place = np.repeat(series, counts), counted(counts)
+        rank, row = self._ranks[self._ranks_at[series] + place], self.of(0, series, place)
+        starts = np.zeros(int(plan.ranks.max(initial=-1)) + 1, np.int64)
+        starts[plan.ranks] = np.cumsum(plan.lengths) - plan.lengths
+        order = np.argsort(starts[rank] + row, kind="stable")
+        series, place = series[order], place[order]
+        boxes = np.empty((2 * plan.width, len(series)), np.int64)
+        for column, numbers in enumerate(boxes, 1):
+            numbers[:] = self.of(column, series, place)
+        return PlanRows(
+            names=plan.names,
+            paths=plan.paths,
+            table=plan.table,
+            name=plan.name[series],
+            kind=plan.kind[series],
+            properties=plan.properties[series],
+            dimensions=plan.dimensions[series],
+            size=plan.size[series],
+            offset=boxes[: plan.width].T,
+            extent=boxes[plan.width :].T,
+            rank=rank[order],
+            row=row[order],
+            series=series,
+            place=place,
+        )
 
 
-def _rows_of_group(plan: JointPlan, group: Holders, series: Ints) -> tuple[Ints, ...]:
-    """Return these series' items: series, rank, place, row, offset and extent of each."""
-    count = len(group.ranks)
-
-    def values(column: int) -> Ints:
-        numbers = group.columns[plan.columns[series, column]]
-        return added(numbers, plan.bases[series, column][:, None]).ravel()
-
-    width = plan.width
-    return (
-        np.repeat(series, count),
-        np.tile(group.ranks, len(series)),
-        np.tile(np.arange(count), len(series)),
-        values(0),
-        np.stack([values(1 + dimension) for dimension in range(width)], axis=1),
-        np.stack([values(1 + width + dimension) for dimension in range(width)], axis=1),
-    )
+def _joined(arrays: Sequence[Ints]) -> Ints:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
-def _no_rows(width: int) -> tuple[Ints, ...]:
-    nothing = np.zeros(0, np.int64)
-    return (*[nothing] * 4, *[nothing.reshape(0, width)] * 2)
+def _added(numbers: Ints, bases: Ints) -> Ints:
+    """Return the sum of columns and bases; both may have 32 bits, and their sum more."""
+    return np.add(numbers, bases, dtype=np.int64)

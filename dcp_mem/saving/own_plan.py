@@ -14,10 +14,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_mem.format.byte_items import stream_of
-from dcp_mem.format.catalog import Catalog, SharedCatalog
+from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.frames import Specs
 from dcp_mem.format.torch_names import dtype_named
-from dcp_mem.planning.global_plan import WholePlan
+from dcp_mem.planning.global_plan import GlobalPlan
 from dcp_mem.planning.plain_tensors import SourcesByBlock
 from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written, share_written
 from dcp_mem.planning.plan_columns import ItemKind
@@ -46,7 +46,7 @@ class OwnPlan:
     specs: Specs  # dtypes and shapes of `tensors`, and of whatever is recognised
     is_strided: bool
     is_complex: bool
-    whole: WholePlan | None  # the plan of all ranks, on the coordinator
+    whole: GlobalPlan | None  # the plan of all ranks, on the coordinator
     to_lowest_rank: bool  # whether the first rank that holds a chunk writes it
     # which of `tensors` were frozen at the last save; None where none were
     split: Split | None = None
@@ -71,7 +71,7 @@ def plan_of(
     group: GroupKey,
     structure: Structure,
     mask: bytes,
-    whole: WholePlan | None,
+    whole: GlobalPlan | None,
     to_lowest_rank: bool,
 ) -> OwnPlan:
     """Return this rank's part of a plan that the ranks have made.
@@ -200,7 +200,7 @@ class RowItems:
         shared = iter(share_written([one for part in parts for one in part]))
         return [tuple(islice(shared, len(part))) for part in parts]
 
-    def catalog(self, parts: Sequence[_Written]) -> Catalog | SharedCatalog:
+    def catalog(self, parts: Sequence[_Written]) -> Catalog:
         assert self._whole is not None
         second = [one for part in parts for one in part[1:]]
         return catalog_of_written(self._whole, [*(part[0] for part in parts), *second])

@@ -24,7 +24,7 @@ from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format.frames import QUANTISED, frame
 from dcp_mem.format.torch_names import dtype_named
-from dcp_mem.planning.global_plan import WholePlan, merge
+from dcp_mem.planning.global_plan import GlobalPlan, merge
 from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
 from dcp_mem.planning.plan_columns import LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import Structure
@@ -166,11 +166,11 @@ class OwnPlans:
 
     def _merge_on_rank_0(
         self, context: SaveContext, part: LocalPlan | _Refusal, *, to_lowest_rank: bool
-    ) -> tuple[str, bytes, WholePlan | None]:
+    ) -> tuple[str, bytes, GlobalPlan | None]:
         """Return the plan's id, which rows this rank writes, and on rank 0 the whole plan."""
         ranks = context.ranks
         joined = ranks.reduce(_part_of_joint_plan(ranks.rank, part), _joined)
-        whole: WholePlan | None = None
+        whole: GlobalPlan | None = None
         parts: Sequence[tuple[str, bytes, str]] = ()
         if ranks.rank == 0:
             merged = attempt(lambda: _merged(joined, to_lowest_rank))
@@ -300,7 +300,7 @@ def own_plans_of(session: Session) -> OwnPlans:
 
 def _merged(
     joined: JointPlan | _Refusal | None, to_lowest_rank: bool
-) -> tuple[WholePlan, Sequence[tuple[str, bytes, str]]]:
+) -> tuple[GlobalPlan, Sequence[tuple[str, bytes, str]]]:
     """Merge all ranks' plans; return the global plan, and for each rank which rows it writes."""
     assert joined is not None
     if isinstance(joined, _Refusal):

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_mem.comm import Ranks
 from dcp_mem.common.values import SaveInfo, Segment
 from dcp_mem.config import Settings
-from dcp_mem.format.catalog import Catalog, SharedCatalog
+from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import RankItems
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.slot import Slot
@@ -82,7 +82,7 @@ class Items(Protocol):
     def share(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Return some ranks' parts, with what is equal in several of them as one object."""
 
-    def catalog(self, parts: Sequence[Any]) -> Catalog | SharedCatalog:
+    def catalog(self, parts: Sequence[Any]) -> Catalog:
         """Return the catalog of all ranks' parts, which come by rank. Called on rank 0."""
 
 

@@ -1,4 +1,4 @@
-"""Ranks that plan series by series, as thousands of them do."""
+"""Ranks that plan in portions, as thousands of them do."""
 
 import functools
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_mem
-from dcp_mem.format.catalog import SHARED_VERSION, SharedCatalog
+from dcp_mem.format import catalog, catalog_conversion
 from dcp_mem.planning import global_plan
 from tests.support.checkpoints.models import (
     full_tensor,
@@ -20,21 +20,14 @@ from tests.support.checkpoints.roundtrip import Places, comes_back
 from tests.support.processes.launch import run_ranks
 
 
-def _plan_as_large_jobs(versions: list[int]) -> None:
-    """Let this process plan as for thousands of ranks; note the versions of its catalogs."""
-    global_plan._LARGE = global_plan._ALIKE = 0
-    write = SharedCatalog.to_bytes
-
-    def noted(catalog: SharedCatalog) -> bytes:
-        versions.append(SHARED_VERSION)
-        return write(catalog)
-
-    setattr(SharedCatalog, "to_bytes", noted)  # noqa: B010 - a method
+def _as_large_jobs() -> None:
+    """Let this process plan, and read catalogs, as for thousands of ranks: in portions."""
+    global_plan._ITEMS_AT_ONCE = 1
+    catalog._MANY_ROWS = catalog_conversion._FEW_ROWS_OF_ENTRY = -1
 
 
-def _saves(places: Places) -> list[int]:
-    versions: list[int] = []
-    _plan_as_large_jobs(versions)
+def _saves(places: Places) -> None:
+    _as_large_jobs()
     rank = dist.get_rank()
     state = {
         **sharded_state(full_tensor, "a"),
@@ -49,21 +42,18 @@ def _saves(places: Places) -> list[int]:
             writer.wait(name)
             dist.barrier()
             comes_back(places, name, sharded_state(full_tensor, "a"), blank=blank)
-    return versions
 
 
 @pytest.mark.timeout(240)
-def test_what_is_planned_series_by_series_comes_back_from_every_road(places: Places) -> None:
-    versions, *others = run_ranks(_saves, 4, places, timeout=200)
-    assert versions == [SHARED_VERSION]  # planned once, by rank 0
-    assert not any(others)
+def test_what_is_planned_in_portions_comes_back_from_every_road(places: Places) -> None:
+    run_ranks(_saves, 4, places, timeout=200)
     expected = {**unsharded_state("a", full_tensor), "replicated": torch.arange(100.0)}
     expected |= {f"own.{rank}": torch.full((3,), rank) for rank in range(4)}
     comes_back(places, "second", expected)
 
 
 def _contradicts(places: Places) -> str:
-    _plan_as_large_jobs([])
+    _as_large_jobs()
     state = {"same": torch.zeros(5), "other": torch.zeros(3 + dist.get_rank())}
     with places.writer() as writer:
         try:

@@ -16,21 +16,19 @@ from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format import catalog
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.layout import layout_of
-from dcp_mem.planning import global_plan, series_plan
+from dcp_mem.planning import global_plan
 from dcp_mem.planning.contradictions import PlanInvalid
-from dcp_mem.planning.global_plan import GlobalPlan, merge, merge_rows
+from dcp_mem.planning.global_plan import merge
 from dcp_mem.planning.joint_plan import (
     JointPlan,
-    in_order,
+    SeriesNumbers,
     join_plans,
     plan_of_rank,
-    plan_rows,
 )
 from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written, share_written
 from dcp_mem.planning.plan_columns import COLUMNS, LocalPlan, widened
-from dcp_mem.planning.series_plan import SeriesPlan, merge_series
 from tests.support.checkpoints.catalogs import read_catalog, some_plans, some_written
-from tests.support.checkpoints.plans import joint
+from tests.support.checkpoints.plans import joint, rows_of
 from tests.support.checkpoints.worlds import (
     plan_of,
     plans_of,
@@ -107,7 +105,7 @@ def test_a_plan_joined_along_any_tree_has_every_item_of_every_rank(seed: int, ra
     random = Random(seed)
     plans = some_plans(random, ranks)
     joined = _joined_along_a_tree(random, plans)
-    found = plan_rows(in_order(joined), np.arange(len(joined.name)))
+    found = rows_of(joined)
     expected = _rows_of_all(plans)
     for field in ("names", "paths", "table"):
         assert getattr(found, field) == expected[field], field
@@ -122,20 +120,19 @@ def test_a_plan_joined_along_any_tree_has_every_item_of_every_rank(seed: int, ra
 @given(SEEDS, RANKS)
 def test_some_series_of_a_joint_plan_are_those_items_of_the_whole(seed: int, ranks: int) -> None:
     random = Random(seed)
-    plan = in_order(joint(some_plans(random, ranks)))
-    whole = plan_rows(plan, np.arange(len(plan.name)))
+    numbers = SeriesNumbers(joint(some_plans(random, ranks)))
+    plan, whole = numbers.plan, numbers.items(np.arange(len(numbers.plan.name)))
     some = np.array(random.sample(range(len(plan.name)), len(plan.name) // 2), np.int64)
-    wanted, found = np.isin(whole.series, some), plan_rows(plan, some)
+    wanted, found = np.isin(whole.series, some), numbers.items(some)
     for field in (*COLUMNS, "rank", "row", "series", "place"):
         assert np.array_equal(getattr(found, field), getattr(whole, field)[wanted]), field
 
 
 @pytest.mark.parametrize("to_lowest_rank", [False, True], ids=["balanced", "to the lowest rank"])
-@pytest.mark.parametrize("rows_at_once", [1, 40, 1 << 20])
-def test_both_ways_of_planning_lead_to_the_same_files(
-    rows_at_once: int, to_lowest_rank: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("items_at_once", [1, 40])
+def test_tree_and_portions_do_not_change_the_plan(
+    items_at_once: int, to_lowest_rank: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(series_plan, "_ROWS_AT_ONCE", rows_at_once)
     seen: Counter[str] = Counter()
 
     @settings(max_examples=examples(120))
@@ -143,27 +140,34 @@ def test_both_ways_of_planning_lead_to_the_same_files(
     def plan_both_ways(seed: int, ranks: int) -> None:
         random = Random(seed)
         plans = some_plans(random, ranks)
-        joined = _joined_along_a_tree(random, plans)
-        by_rows = merge_rows(joint(plans), to_lowest_rank=to_lowest_rank)
-        by_series = merge_series(joined, to_lowest_rank=to_lowest_rank)
-        masks = by_series.masks()
-        assert masks == by_rows.masks()
-        written = some_written(random, by_rows, masks)
-        expected = read_catalog(by_rows, written)
-        _assert_same(read_catalog(by_series, share_written(written)), expected)
-        seen["alike"] += len(by_series.classes) < len(expected.name)
-        seen["several series"] += any(one.alike.series.shape[1] > 1 for one in by_series.classes)
-        seen["dealt out"] += any(one.share.any() for one in by_series.classes)
+        whole = merge(joint(plans), to_lowest_rank=to_lowest_rank)
+        written = some_written(random, whole, whole.masks())
+        expected = read_catalog(whole, written)
+        with monkeypatch.context() as patch:
+            patch.setattr(global_plan, "_ITEMS_AT_ONCE", items_at_once)
+            joined = _joined_along_a_tree(random, plans)
+            parts = merge(joined, to_lowest_rank=to_lowest_rank)
+            assert parts.masks() == whole.masks()
+            found = read_catalog(parts, share_written(written))
+        for field in (
+            "name",
+            "properties",
+            "size",
+            "first",
+            "offset",
+            "extent",
+            "writer",
+            "number",
+        ):
+            assert np.array_equal(getattr(found, field), getattr(expected, field)), field
+        seen["alike"] += len(whole.names.specimens) < len(whole.names.name)
+        seen["several series"] += bool((whole.names.count > 1).any())
+        seen["dealt out"] += bool(whole.shares.any())
 
     plan_both_ways()
     assert seen["alike"]
     assert seen["several series"]
     assert bool(seen["dealt out"]) is not to_lowest_rank
-
-
-def _assert_same(found: Catalog, expected: Catalog) -> None:
-    """The same, so that `.metadata` and all files that are made of them are the same."""
-    assert found.to_bytes() == expected.to_bytes()
 
 
 def test_offsets_that_do_not_fit_in_32_bits_are_kept() -> None:
@@ -179,20 +183,19 @@ def test_offsets_that_do_not_fit_in_32_bits_are_kept() -> None:
     parts = [plan_of_rank(rank, plan) for rank, plan in enumerate(plans)]
     for several in (parts, parts[::-1], [join_plans(parts[1:]), parts[0]]):
         plan = join_plans(several)
-        rows = plan_rows(in_order(plan), np.arange(len(plan.name)))
+        rows = rows_of(plan)
         expected = np.concatenate([one.offset for one in plans])
         assert rows.offset.tolist() == expected.tolist()
-        assert merge_series(plan).masks() == [bytes([0b11100000])] * 3
+        assert merge(plan).masks() == [bytes([0b11100000])] * 3
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 40, 1 << 20])
-def test_both_ways_refuse_the_same_with_the_same_words(
-    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("items_at_once", [1, 40])
+def test_tree_and_portions_do_not_change_the_words_of_a_refusal(
+    items_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(series_plan, "_ROWS_AT_ONCE", rows_at_once)
     seen: Counter[str] = Counter()
 
     @settings(max_examples=examples(200))
@@ -204,8 +207,10 @@ def test_both_ways_refuse_the_same_with_the_same_words(
             return
         plans = plans_of(wrong_world(random, world))
         joined = _joined_along_a_tree(random, plans)
-        expected = _outcome(merge_rows, joint(plans))
-        assert _outcome(merge_series, joined) == expected
+        expected = _outcome(joint(plans))
+        with monkeypatch.context() as patch:
+            patch.setattr(global_plan, "_ITEMS_AT_ONCE", items_at_once)
+            assert _outcome(joined) == expected
         seen.update(words for words in WORDS if isinstance(expected, str) and words in expected)
 
     plan_both_ways()
@@ -223,25 +228,22 @@ WORDS = (
 )
 
 
-def _outcome(way: Any, plan: JointPlan) -> str | list[bytes]:
+def _outcome(plan: JointPlan) -> str | list[bytes]:
     try:
-        masks: list[bytes] = way(plan).masks()
+        return merge(plan).masks()
     except PlanInvalid as error:
         return str(error)
-    return masks
 
 
 def test_what_is_refused_is_named_though_thousands_of_names_are_like_it() -> None:
     names = [f"layer{number}" for number in range(30)]
     world = [[shard_item(name, (9,), (rank * 3,), (3,)) for name in names] for rank in range(3)]
     world[1][7] = shard_item("layer7", (9,), (2,), (3,))
-    for way in (merge_rows, merge_series):
-        with pytest.raises(PlanInvalid, match=r"^layer7: overlapping chunks$"):
-            way(joint(plans_of(world)))
+    with pytest.raises(PlanInvalid, match=r"^layer7: overlapping chunks$"):
+        merge(joint(plans_of(world)))
     del world[2][:]
-    for way in (merge_rows, merge_series):
-        with pytest.raises(PlanInvalid, match=r"^layer0: chunks cover 6 of 9.*\(and 21 more\)$"):
-            way(joint(plans_of(world)))
+    with pytest.raises(PlanInvalid, match=r"^layer0: chunks cover 6 of 9.*\(and 21 more\)$"):
+        merge(joint(plans_of(world)))
 
 
 # -- how much it is --------------------------------------------------------------------------------
@@ -259,17 +261,6 @@ def test_a_joint_plan_of_many_ranks_that_are_alike_is_hardly_larger_than_one() -
     assert many < one + 512 * 64
 
 
-def test_a_large_job_is_planned_by_series_unless_its_ranks_have_little_in_common(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(global_plan, "_LARGE", 100)
-    alike = [[tensor_item(f"t{number}", 3) for number in range(5)]] * 20
-    unlike = [[tensor_item(f"t{number}.{rank}", 3) for number in range(5)] for rank in range(20)]
-    assert isinstance(merge(joint(plans_of(alike))), SeriesPlan)
-    assert isinstance(merge(joint(plans_of(alike[:19]))), GlobalPlan)
-    assert isinstance(merge(joint(plans_of(unlike))), GlobalPlan)
-
-
 def _regular_catalog(ranks: int) -> bytes:
     """Write the catalog of 100 names on so many ranks."""
     items = [shard_item(f"layer{number}", (ranks * 2, 4), (0, 0), (2, 4)) for number in range(100)]
@@ -278,7 +269,7 @@ def _regular_catalog(ranks: int) -> bytes:
         plan_of_rank(rank, replace(plan, offset=plan.offset + np.array([rank * 2, 0])))
         for rank in range(ranks)
     ]
-    merged = merge_series(join_plans(parts))
+    merged = merge(join_plans(parts))
     layout = layout_of(np.zeros((4, 0), np.int64))
     written = [WrittenItems(rank, np.arange(100), layout) for rank in range(ranks)]
     return catalog_of_written(merged, share_written(written)).to_bytes()
@@ -289,7 +280,6 @@ def test_the_catalog_of_a_regular_job_grows_by_bytes_a_rank() -> None:
     assert len(many) < len(few) + 2000 * 5
     found = Catalog.from_bytes(many)
     assert len(found.writer) == 100 * 2000
-    assert len(found.to_bytes()) > 50 * len(many)
 
 
 def test_a_catalog_of_many_rows_is_long_enough_for_a_reader_to_believe_them(

@@ -37,7 +37,7 @@ from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named, layout_named
 from dcp_mem.planning import dtensors
 from dcp_mem.planning.contradictions import PlanInvalid
-from dcp_mem.planning.global_plan import GlobalPlan
+from dcp_mem.planning.joint_plan import PlanRows
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import DescribedState, Structure
 from tests.support.checkpoints.plans import (
@@ -98,7 +98,7 @@ def _write_item(item: Item) -> WriteItem:
 Place = tuple[str, tuple[int, ...]]
 
 
-def _place_of(plan: LocalPlan | GlobalPlan, row: int) -> Place:
+def _place_of(plan: LocalPlan | PlanRows, row: int) -> Place:
     return plan.names[plan.name[row]], tuple(plan.offset[row, : plan.dimensions[row]].tolist())
 
 
@@ -114,16 +114,8 @@ def test_every_chunk_is_written_once_by_a_rank_that_holds_it(seed: int, ranks: i
     written = [_place_of(merged, row) for row in range(len(merged))]
     assert len(set(written)) == len(written)
     assert set(written) == set().union(*held)
-    for place, rank, row in zip(written, merged.writer.tolist(), merged.row.tolist(), strict=True):
+    for place, rank, row in zip(written, merged.rank.tolist(), merged.row.tolist(), strict=True):
         assert held[rank][place] == row
-    for rank in range(ranks):
-        rows = np.flatnonzero(merged.writer == rank)
-        assert (
-            merged.rows_of(rank).tolist()
-            == merged.row[rows].tolist()
-            == sorted(merged.row[rows].tolist())
-        )
-        assert (merged.writer[rows] == rank).all()
 
 
 @settings(max_examples=examples(150))
@@ -140,8 +132,7 @@ def test_the_metadata_is_what_torch_makes_of_the_same_plans(seed: int, ranks: in
         ),
         strict=True,
     )
-    merged = merge(everyones)
-    ours = metadata_of_plan(merged, ranks)
+    merged, ours = merge(everyones), metadata_of_plan(everyones)
     deduplicated, expected = create_default_global_save_plan(dedup_save_plans(list(theirs)))
     expected.planner_data = dict(ChainMap(*(plan.planner_data for plan in deduplicated)))
     assert is_valid(deduplicated, expected)
@@ -168,7 +159,7 @@ def test_replicated_bytes_are_balanced(seed: int, ranks: int) -> None:
             [[tensor_item(f"t{i}", size, properties=BYTE) for i, size in enumerate(sizes)]] * ranks
         )
     )
-    loads = np.bincount(merged.writer, weights=merged.extent.prod(axis=1), minlength=ranks)
+    loads = np.bincount(merged.rank, weights=merged.extent.prod(axis=1), minlength=ranks)
     mean, largest = sum(sizes) / ranks, max(sizes)
     assert loads.sum() == sum(sizes)
     assert loads.max() <= mean + largest
@@ -185,7 +176,7 @@ def test_what_is_replicated_fills_up_the_ranks_that_hold_less_alone(seed: int, r
     merged = merge(
         plans_of([[*shared, tensor_item(f"own{r}", own[r], properties=BYTE)] for r in range(ranks)])
     )
-    loads = np.bincount(merged.writer, weights=merged.extent.prod(axis=1), minlength=ranks)
+    loads = np.bincount(merged.rank, weights=merged.extent.prod(axis=1), minlength=ranks)
     assert loads.max() <= max((sum(sizes) + sum(own)) / ranks, *own) + max(sizes)
 
 
@@ -197,7 +188,7 @@ def test_each_rank_writes_a_run_of_neighbours_of_what_its_replica_group_holds() 
         for rank in range(replicas * shards)
     ]
     merged = merge(plans_of(world))
-    writer_of = {_place_of(merged, row): int(merged.writer[row]) for row in range(len(merged))}
+    writer_of = {_place_of(merged, row): int(merged.rank[row]) for row in range(len(merged))}
     for shard in range(shards):
         writers = [writer_of[name, (shard * 8,)] for name in names]
         assert {rank % shards for rank in writers} == {shard}
@@ -209,7 +200,7 @@ def test_each_rank_writes_a_run_of_neighbours_of_what_its_replica_group_holds() 
 def test_places_that_the_same_ranks_hold_are_dealt_out_in_runs(seed: int, ranks: int) -> None:
     plans = plans_of(random_world(Random(seed), ranks))
     merged = merge(plans)
-    writer_of = {_place_of(merged, row): int(merged.writer[row]) for row in range(len(merged))}
+    writer_of = {_place_of(merged, row): int(merged.rank[row]) for row in range(len(merged))}
     held_by: dict[Place, list[int]] = {}
     for rank, plan in enumerate(plans):
         for row in range(len(plan)):
@@ -227,7 +218,7 @@ def test_the_same_plans_merge_to_the_same_and_are_left_as_they_were() -> None:
     first, second = merge(plans), merge(pickle.loads(before))
     assert pickle.dumps(plans) == before
     for column in (
-        "writer",
+        "rank",
         "row",
         "name",
         "kind",
@@ -242,9 +233,9 @@ def test_the_same_plans_merge_to_the_same_and_are_left_as_they_were() -> None:
 
 def test_ranks_without_items_are_fine() -> None:
     assert len(merge(plans_of([[], []]))) == 0
-    nothing = metadata_of_plan(merge(plans_of([[]])), 1)
+    nothing = metadata_of_plan(plans_of([[]]))
     assert (nothing.state_dict_metadata, nothing.planner_data, nothing.storage_data) == ({}, {}, {})
-    assert merge(plans_of([[], [tensor_item("a", 3)], []])).writer.tolist() == [1]
+    assert merge(plans_of([[], [tensor_item("a", 3)], []])).rank.tolist() == [1]
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -532,7 +523,7 @@ def test_names_paths_and_leaves_are_those_of_torch(seed: int) -> None:
         [create_default_local_save_plan(flat, is_coordinator=True)]
     )
     expected.planner_data = mapping
-    assert_same_content(metadata_of_plan(merge([structure.plan]), 1), expected)
+    assert_same_content(metadata_of_plan([structure.plan]), expected)
 
 
 @settings(max_examples=examples(200))
@@ -760,7 +751,7 @@ def _rendered() -> tuple[LazyMetadata, list[int]]:
 
     def make() -> Metadata:
         calls.append(1)
-        return metadata_of_plan(merge([plan_of([tensor_item("a.b", 2, 3), byte_item("c")])]), 1)
+        return metadata_of_plan([plan_of([tensor_item("a.b", 2, 3), byte_item("c")])])
 
     return LazyMetadata(make), calls
 

@@ -1,7 +1,9 @@
-"""A catalog that is read as runs says what the same catalog says whose rows were all made."""
+"""A catalog says the same, whether its rows are all made or only those that are needed."""
 
 import pickle
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from random import Random
 from typing import Any, cast
 
@@ -15,17 +17,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format import catalog as catalog_module
 from dcp_mem.format import catalog_conversion
-from dcp_mem.format.catalog import Catalog, Ints, RunCatalog
+from dcp_mem.format.catalog import Catalog, Ints, Rows
 from dcp_mem.format.catalog_conversion import metadata_of
 from dcp_mem.format.locations import LayoutItems, refuse_missing_tails
 from dcp_mem.format.metadata import LazyMetadata, read_metadata
 from dcp_mem.format.metadata_by_entry import EntryStorageData, numel_of
 from dcp_mem.planning.find_reads import find_reads
-from dcp_mem.planning.global_plan import merge_rows
+from dcp_mem.planning.global_plan import merge
 from dcp_mem.planning.plan_catalog import share_written
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan
 from dcp_mem.planning.reads import Reads
-from dcp_mem.planning.series_plan import merge_series
 from tests.support.checkpoints.catalogs import read_catalog, some_plans, some_written
 from tests.support.checkpoints.plans import joint
 from tests.support.checkpoints.worlds import plan_of, shard_item
@@ -36,25 +37,31 @@ RANKS = st.integers(1, 24)
 Tails = dict[int, list[tuple[int, int]]]
 
 
-def _both(seed: int, ranks: int) -> tuple[list[LocalPlan], RunCatalog, Catalog]:
-    """Draw the plans of some ranks; return them, and their catalog as runs and with all rows."""
+def _drawn(seed: int, ranks: int) -> tuple[list[LocalPlan], Catalog]:
+    """Draw the plans of some ranks; return them, and what a load reads of their catalog."""
     random = Random(seed)
-    return _catalogs_of(random, some_plans(random, ranks))
+    plans = some_plans(random, ranks)
+    return plans, _catalog_of(random, plans)
 
 
-def _catalogs_of(
-    random: Random, plans: list[LocalPlan]
-) -> tuple[list[LocalPlan], RunCatalog, Catalog]:
-    by_series = merge_series(joint(plans))
-    written = some_written(random, merge_rows(joint(plans)), by_series.masks())
-    as_runs = read_catalog(by_series, share_written(written))
-    assert isinstance(as_runs, RunCatalog)
-    with_rows = Catalog.from_bytes(as_runs.to_bytes())
-    assert not isinstance(with_rows, RunCatalog)
-    # As it is in a load: without the rows that were made for `to_bytes`.
-    fresh = read_catalog(by_series, share_written(written))
-    assert isinstance(fresh, RunCatalog)
-    return plans, fresh, with_rows
+def _catalog_of(random: Random, plans: list[LocalPlan]) -> Catalog:
+    plan = merge(joint(plans))
+    return read_catalog(plan, share_written(some_written(random, plan, plan.masks())))
+
+
+@contextmanager
+def _entry_by_entry() -> Iterator[None]:
+    """Let catalogs be looked at as those of very many rows, which are never all made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog_module, "_MANY_ROWS", -1)
+        patch.setattr(catalog_conversion, "_FEW_ROWS_OF_ENTRY", -1)
+        for column in ("offset", "extent", "writer", "number"):
+            patch.setattr(Catalog, column, property(_refused))
+        yield
+
+
+def _refused(_: Catalog) -> Any:
+    raise AssertionError("a column of all rows was asked for")
 
 
 def _tails(catalog: Catalog) -> Tails:
@@ -74,52 +81,49 @@ def _tails(catalog: Catalog) -> Tails:
 @settings(max_examples=examples(60))
 @given(SEEDS, RANKS, st.data())
 def test_some_rows_of_it_are_the_same_rows(seed: int, ranks: int, data: st.DataObject) -> None:
-    _, as_runs, with_rows = _both(seed, ranks)
-    some = data.draw(st.lists(st.sampled_from(range(len(with_rows.writer))), max_size=9)) or [0]
+    _, catalog = _drawn(seed, ranks)
+    some = data.draw(st.lists(st.sampled_from(range(len(catalog.writer))), max_size=9)) or [0]
     rows = np.unique(np.array(some, np.int64))
-    entry = with_rows.entry_of_row()[rows]
-    found = as_runs.with_rows(entry, rows - with_rows.first[entry])
+    entry = catalog.entry_of_row()[rows]
+    found = catalog.rows_at(entry, rows - catalog.first[entry])
     for name in ("offset", "extent", "writer", "number"):
-        assert np.array_equal(getattr(found, name), getattr(with_rows, name)[rows]), name
-        assert np.array_equal(getattr(as_runs, name), getattr(with_rows, name)), name
-    assert np.array_equal(found.entry_of_row(), entry)
+        assert np.array_equal(getattr(found, name), getattr(catalog, name)[rows]), name
+    assert np.array_equal(np.repeat(np.arange(len(catalog.name)), np.diff(found.first)), entry)
     one = int(entry[0])
-    within = slice(int(with_rows.first[one]), int(with_rows.first[one + 1]))
-    offset, extent = as_runs.boxes_of(one)
-    assert np.array_equal(offset, with_rows.offset[within])
-    assert np.array_equal(extent, with_rows.extent[within])
+    within = slice(int(catalog.first[one]), int(catalog.first[one + 1]))
+    offset, extent = catalog.boxes_of(one)
+    assert np.array_equal(offset, catalog.offset[within])
+    assert np.array_equal(extent, catalog.extent[within])
 
 
 @settings(max_examples=examples(60))
 @given(SEEDS, RANKS)
 def test_it_is_known_which_tails_lack_an_item(seed: int, ranks: int) -> None:
-    _, as_runs, with_rows = _both(seed, ranks)
-    highest = np.full(len(with_rows.ranks), -1)
-    written = np.flatnonzero(with_rows.writer >= 0)
-    np.maximum.at(highest, with_rows.writer[written], with_rows.number[written])
-    assert as_runs.most_numbers().tolist() == highest.tolist()
-    tails = _tails(with_rows)
-    refuse_missing_tails(as_runs, tails)
-    refuse_missing_tails(with_rows, tails)
-    for rank in [rank for rank, of_rank in tails.items() if of_rank][:3]:
-        short = {**tails, rank: tails[rank][:-1]}
-        for one in (as_runs, with_rows):
-            with pytest.raises(ManifestInvalid, match="aren't of one save"):
-                refuse_missing_tails(one, short)
+    _, catalog = _drawn(seed, ranks)
+    highest = catalog.most_numbers().tolist()
+    tails = _tails(catalog)
+    for ways in (nullcontext, _entry_by_entry):
+        with ways():
+            assert catalog.most_numbers().tolist() == highest
+            refuse_missing_tails(catalog, tails)
+            for rank in [rank for rank, of_rank in tails.items() if of_rank][:3]:
+                with pytest.raises(ManifestInvalid, match="aren't of one save"):
+                    refuse_missing_tails(catalog, {**tails, rank: tails[rank][:-1]})
 
 
 def test_a_load_finds_the_same_reads_in_it() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=150, deadline=None)  # of fewer, none reads directly
+    @settings(max_examples=examples(60), deadline=None)
     @given(SEEDS, RANKS, st.integers(0, 23))
     def find_both_ways(seed: int, ranks: int, rank: int) -> None:
-        plans, as_runs, with_rows = _both(seed, ranks)
-        tails = _tails(with_rows)
+        plans, catalog = _drawn(seed, ranks)
+        tails = _tails(catalog)
         plan = plans[rank % ranks]
         values = _values(plan)
-        found = find_reads(plan, values, as_runs, "0123abcd", tails)
-        expected = find_reads(plan, values, with_rows, "0123abcd", tails)
+        expected = find_reads(plan, values, catalog, "0123abcd", tails)
+        with _entry_by_entry():
+            found = find_reads(plan, values, catalog, "0123abcd", tails)
         assert (found is None) == (expected is None)
         if found is not None and expected is not None:
             assert _as_plain(found) == _as_plain(expected)
@@ -145,33 +149,30 @@ def test_a_load_makes_only_the_rows_that_it_needs(monkeypatch: pytest.MonkeyPatc
         for rank in range(50)
     ]
     plans = [plan_of(items) for items in worlds]
-    _, as_runs, with_rows = _catalogs_of(Random(1), plans)
+    catalog = _catalog_of(Random(1), plans)
     made: list[int] = []
-    real = RunCatalog.with_rows
+    real = Catalog.rows_at
 
-    def counted(catalog: RunCatalog, entry: Ints, row: Ints) -> Catalog:
+    def noted(catalog: Catalog, entry: Ints, row: Ints) -> Rows:
         made.append(len(entry))
         return real(catalog, entry, row)
 
-    monkeypatch.setattr(RunCatalog, "with_rows", counted)
-    monkeypatch.setattr(RunCatalog, "__getattr__", _refused)
-    values = _values(plans[7])
-    assert find_reads(plans[7], values, as_runs, "0123abcd", _tails(with_rows)) is not None
+    monkeypatch.setattr(Catalog, "rows_at", noted)
+    tails = _tails(catalog)
+    with _entry_by_entry():
+        assert find_reads(plans[7], _values(plans[7]), catalog, "0123abcd", tails) is not None
     assert made == [40]
-    assert len(with_rows.writer) == 40 * 50
+    assert len(catalog.writer) == 40 * 50
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, RANKS)
 def test_metadata_that_is_made_entry_by_entry_is_equal_to_all_of_it(seed: int, ranks: int) -> None:
-    _, as_runs, with_rows = _both(seed, ranks)
-    tails = _tails(with_rows)
-    expected = metadata_of(with_rows, "0123abcd", tails, "step-1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalog_conversion, "_MOST_ROWS", -1)
-        patch.setattr(catalog_conversion, "_FEW_ROWS_OF_ENTRY", -1)
-        patch.setattr(RunCatalog, "__getattr__", _refused)
-        found = metadata_of(as_runs, "0123abcd", tails, "step-1")
+    _, catalog = _drawn(seed, ranks)
+    tails = _tails(catalog)
+    expected = metadata_of(catalog, "0123abcd", tails, "step-1")
+    with _entry_by_entry():
+        found = metadata_of(catalog, "0123abcd", tails, "step-1")
         assert isinstance(found.storage_data, EntryStorageData)
         assert found == expected
         assert expected == found
@@ -209,19 +210,11 @@ def test_metadata_that_is_made_entry_by_entry_is_equal_to_all_of_it(seed: int, r
                 assert numel_of(of_name.chunks) == numel_of(known.chunks)
 
 
-def test_tails_that_lack_an_item_are_noticed_before_somebody_looks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _, as_runs, with_rows = _both(3, 5)
-    monkeypatch.setattr(catalog_conversion, "_MOST_ROWS", -1)
-    monkeypatch.setattr(catalog_conversion, "_FEW_ROWS_OF_ENTRY", -1)
-    assert any(_tails(with_rows).values())
-    with pytest.raises(ManifestInvalid, match="aren't of one save"):
-        metadata_of(as_runs, "0123abcd", {})
-
-
-def _refused(_: RunCatalog, name: str) -> Any:
-    raise AttributeError(f"all rows of {name} were asked for")
+def test_tails_that_lack_an_item_are_noticed_before_somebody_looks() -> None:
+    _, catalog = _drawn(3, 5)
+    assert any(_tails(catalog).values())
+    with _entry_by_entry(), pytest.raises(ManifestInvalid, match="aren't of one save"):
+        metadata_of(catalog, "0123abcd", {})
 
 
 @settings(max_examples=40, deadline=None)
@@ -229,28 +222,27 @@ def _refused(_: RunCatalog, name: str) -> Any:
 def test_rows_that_fall_are_found_whatever_is_looked_at_at_once(
     seed: int, ranks: int, at_once: int
 ) -> None:
-    _, as_runs, with_rows = _both(seed, ranks)
+    _, catalog = _drawn(seed, ranks)
     falling = [
         entry
-        for entry in range(len(with_rows.name))
-        if (np.diff(as_runs.boxes_of(entry)[0], axis=0) != 0).any()
+        for entry in range(len(catalog.name))
+        if (np.diff(catalog.boxes_of(entry)[0], axis=0) != 0).any()
     ]
-    with pytest.MonkeyPatch.context() as patch:
+    with _entry_by_entry(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog_module, "_ROWS_AT_ONCE", at_once)
-        catalog_module._refuse_contradictions(as_runs)
+        catalog_module._refuse_contradictions(catalog)
         for entry in falling[:1]:
-            runs = as_runs.offset_runs[entry]
+            runs = catalog.offset_runs[entry]
             for run in runs.tolist():  # turned round: each of these runs falls now
-                step, first = as_runs.boxes._step, as_runs.boxes._first
-                if not as_runs.boxes._is_listed[run]:
-                    first[run] += step[run] * (as_runs.boxes.lengths[run] - 1)
+                first, step, length = catalog.boxes.first, catalog.boxes.step, catalog.boxes.length
+                if length[run] >= 0:
+                    first[run] += step[run] * (length[run] - 1)
                     step[run] *= -1
                 else:
-                    start, count = int(first[run]), int(as_runs.boxes.lengths[run])
-                    values = as_runs.boxes._values
-                    values[start : start + count] = values[start : start + count][::-1].copy()
+                    listed = slice(int(first[run]), int(first[run] - length[run]))
+                    catalog.boxes.values[listed] = catalog.boxes.values[listed][::-1].copy()
             with pytest.raises(ManifestInvalid, match="order of its rows"):
-                catalog_module._refuse_contradictions(as_runs)
+                Catalog.from_bytes(catalog.to_bytes())
 
 
 def _values(plan: LocalPlan) -> list[Any]:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcp_mem.planning.dtensors import local_chunk
-from dcp_mem.planning.global_plan import GlobalPlan
+from dcp_mem.planning.joint_plan import PlanRows
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import Structure
 from tests.support.checkpoints import sharding
@@ -73,7 +73,7 @@ def _play(state: State, rank: int) -> _Played:
     return _Played(Structure(state), planner.create_local_plan())
 
 
-def _indexes(plan: LocalPlan | GlobalPlan) -> list[MetadataIndex]:
+def _indexes(plan: LocalPlan | PlanRows) -> list[MetadataIndex]:
     return [
         MetadataIndex(
             plan.names[name],
@@ -110,15 +110,15 @@ def _assert_planned_as_torch_does(played: list[_Played]) -> None:
         dedup_save_plans([one.items for one in played])
     )
     expected.planner_data = dict(ChainMap(*(plan.planner_data for plan in deduplicated)))
-    merged = merge([one.structure.plan for one in played])
+    plans = [one.structure.plan for one in played]
     assert is_valid(deduplicated, expected)
     for one in played:
         assert _indexes(one.structure.plan) == [item.index for item in one.items.items]
     held = {item.index for one in played for item in one.items.items}
-    written = _indexes(merged)
+    written = _indexes(merge(plans))
     assert len(written) == len(set(written))
     assert set(written) == held
-    assert_same_content(metadata_of_plan(merged, len(played)), expected)
+    assert_same_content(metadata_of_plan(plans), expected)
 
 
 def _kinds_of(parts: list[Part], world: int) -> Iterator[str]:

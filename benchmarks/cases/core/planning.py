@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from benchmarks.harness.settings import Settings
     from dcp_mem.comm.collectives import Share
     from dcp_mem.common.values import Segment
-    from dcp_mem.planning.global_plan import WholePlan
+    from dcp_mem.planning.global_plan import GlobalPlan
     from dcp_mem.planning.plan_catalog import WrittenItems
 
 T = TypeVar("T")
@@ -335,7 +335,7 @@ def _tell_segments(place: Place, segments: Sequence[Segment], steps: _Steps) -> 
     return nbytes
 
 
-def _plan_together(place: Place, model: Model, steps: _Steps) -> tuple[WholePlan, list[bytes]]:
+def _plan_together(place: Place, model: Model, steps: _Steps) -> tuple[GlobalPlan, list[bytes]]:
     """OwnPlans.plan_together on rank 0."""
     mine = plan_of_rank(0, model.local_plan(0))
     joined = steps.take(
@@ -353,7 +353,7 @@ def _plan_together(place: Place, model: Model, steps: _Steps) -> tuple[WholePlan
 
 
 def _describe(
-    place: Place, whole: WholePlan, mine: WrittenItems, steps: _Steps, directory: Path
+    place: Place, whole: GlobalPlan, mine: WrittenItems, steps: _Steps, directory: Path
 ) -> bytes:
     """Do what rank 0 does once all ranks have staged, until its node has the catalog; return it."""
     directory.mkdir()

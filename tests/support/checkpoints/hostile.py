@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_mem.format.catalog import SHARED_VERSION, Properties, SharedCatalog
+from dcp_mem.format.catalog import VERSION, Catalog, Properties
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.column_file import Packed, pack, unpack
 from dcp_mem.format.layout import layout_of
@@ -166,22 +166,19 @@ def catalogs() -> dict[str, bytes]:
         "runs of 2^62 rows": shared_catalog(9, length=(1 << 62) - 1),
         "many entries with the same million rows": shared_catalog(5000, length=1 << 20),
         "a run that ends beyond 2^63": shared_catalog(first=1 << 61, step=1 << 61, length=100),
-        "a run of no rows": shared_catalog(length=0),
-        "a run of fewer than no rows": shared_catalog(length=-5),
-        "a run of numbers that aren't listed": shared_catalog(length=3, is_listed=1),
+        "a run of numbers that aren't listed": shared_catalog(length=-3),
+        "a run of fewer than -2^63 rows": shared_catalog(length=-(1 << 63)),
     }
 
 
-def shared_catalog(
-    entries: int = 1, first: int = 0, step: int = 0, length: int = 1, is_listed: int = 0
-) -> bytes:
+def shared_catalog(entries: int = 1, first: int = 0, step: int = 0, length: int = 1) -> bytes:
     """A catalog whose entries all have the same run as rows."""
     pool, nothing = RunPool(), np.zeros(entries, np.int64)
-    pool.add(np.zeros(1, np.int64))
+    pool.add(np.zeros((1, 1), np.int64))
     one = Properties(
         dtype="torch.uint8", layout="torch.strided", requires_grad=False, pin_memory=False
     )
-    sound = SharedCatalog(
+    sound = Catalog(
         names=list(map(str, range(entries))),
         paths=None,
         table=(one,),
@@ -189,25 +186,26 @@ def shared_catalog(
         properties=nothing,
         dimensions=nothing,
         size=nothing[:, None],
-        boxes=pool,
-        places=pool,
+        boxes=pool.runs(),
+        places=pool.runs(),
         offset_runs=nothing[:, None],
         extent_runs=nothing[:, None],
         writer_runs=nothing,
         number_runs=nothing,
+        first_number=nothing,
         ranks=np.zeros(1, np.int64),
         layout_of=np.zeros(1, np.int64),
         layouts=[layout_of(np.zeros((4, 0), np.int64))],
     )
-    packed = unpack(sound.to_bytes(), (SHARED_VERSION,))
-    run = {"first": first, "step": step, "length": length, "is_listed": is_listed}
+    packed = unpack(sound.to_bytes(), VERSION)
+    run = {"first": first, "step": step, "length": length}
     changed = {
         f"{pool}_{name}": np.array([value])
         for pool in ("boxes", "places")
         for name, value in run.items()
     }
     columns = {**packed.columns, **changed}
-    return pack(Packed(packed.facts, columns, packed.blobs), SHARED_VERSION)
+    return pack(Packed(packed.facts, columns, packed.blobs), VERSION)
 
 
 def pickles() -> dict[str, bytes]:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,17 @@ import dcp_mem
 from dcp_mem.format.catalog import Catalog, Ints
 from dcp_mem.format.catalog_conversion import metadata_of
 from dcp_mem.format.layout import layout_of
-from dcp_mem.planning.global_plan import GlobalPlan, merge_rows
-from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
-from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_plan
-from dcp_mem.planning.plan_columns import LocalPlan, NotDescribable
+from dcp_mem.planning import global_plan
+from dcp_mem.planning.joint_plan import (
+    JointPlan,
+    PlanRows,
+    SeriesNumbers,
+    in_order,
+    join_plans,
+    plan_of_rank,
+)
+from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written
+from dcp_mem.planning.plan_columns import COLUMNS, LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import DescribedState, Structure
 from tests.support.checkpoints.roundtrip import State, properties_of
 
@@ -99,23 +107,39 @@ def joint(plans: Sequence[LocalPlan]) -> JointPlan:
     return join_plans([plan_of_rank(rank, plan) for rank, plan in enumerate(plans)])
 
 
-def merge(plans: Sequence[LocalPlan], *, to_lowest_rank: bool = False) -> GlobalPlan:
-    """Merge the plans of all ranks item by item."""
-    return merge_rows(joint(plans), to_lowest_rank=to_lowest_rank)
+def rows_of(plan: JointPlan) -> PlanRows:
+    """Every item of every rank, by rank and then in the order of its plan."""
+    return SeriesNumbers(in_order(plan)).items(np.arange(len(plan.name)))
 
 
-def written(plan: GlobalPlan, rank: int) -> Ints:
+def merge(plans: Sequence[LocalPlan], *, to_lowest_rank: bool = False) -> PlanRows:
+    """The items that are written; `rank` and `row`: of each, the writer and its row there."""
+    merged = global_plan.merge(joint(plans), to_lowest_rank=to_lowest_rank)
+    bits = [
+        np.unpackbits(np.frombuffer(mask, np.uint8), count=len(plan))
+        for mask, plan in zip(merged.masks(), plans, strict=True)
+    ]
+    rows, written = rows_of(merged.plan), np.concatenate(bits).astype(bool)
+    columns = {
+        name: getattr(rows, name)[written] for name in (*COLUMNS, "rank", "row", "series", "place")
+    }
+    return replace(rows, **columns)
+
+
+def written(plan: PlanRows, rank: int) -> Ints:
     """Rows that a rank writes, in an order that isn't theirs."""
-    rows: Ints = plan.rows_of(rank)[::-1].copy()
+    rows: Ints = plan.row[plan.rank == rank][::-1].copy()
     return rows
 
 
-def metadata_of_plan(plan: GlobalPlan, ranks: int) -> Metadata:
+def metadata_of_plan(plans: Sequence[LocalPlan]) -> Metadata:
     """Of segments in which every item lies behind the layout, at multiples of 64."""
-    rows = [written(plan, rank) for rank in range(ranks)]
+    merged = merge(plans)
+    rows = [written(merged, rank) for rank in range(len(plans))]
     nothing = layout_of(np.zeros((4, 0), np.int64))
-    catalog = catalog_of_plan(
-        plan, [WrittenItems(rank, of_rank, nothing) for rank, of_rank in enumerate(rows)]
+    catalog = catalog_of_written(
+        global_plan.merge(joint(plans)),
+        [WrittenItems(rank, of_rank, nothing) for rank, of_rank in enumerate(rows)],
     )
     tails = {
         rank: [(64 * position, 9) for position in range(len(of_rank))]
