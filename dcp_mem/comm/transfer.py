@@ -3,12 +3,11 @@
 Every transfer of many bytes between two ranks goes by this protocol:
 
     receiver -> sender   a greeting: empty where the receiver is ready, else why it refuses
-    receiver -> sender   of a copy: what the receiver has already (`replicating.earlier`)
     sender -> receiver   per chunk: its bytes, then its CRC32C
     receiver -> sender   per chunk: one byte, whether the chunk is right or is to be sent again
 
-Where the receiver has something, a note comes before each chunk: which bytes of it aren't sent. The
-CRC32C is that of the whole chunk all the same. A chunk that is sent again is sent in full.
+Where not all of a chunk is sent, a note comes before it: which bytes come. The CRC32C is that of
+the whole chunk all the same. A chunk that is sent again is sent in full.
 
 A few chunks are in flight at a time, and only the network copies their bytes. Both ranks always
 wait for messages of the other: gloo (torch 2.6 to 2.13) reports at once that the peer is gone where
@@ -37,20 +36,10 @@ _RIGHT, _AGAIN = b"\0", b"\1"
 
 
 class Reduced(NamedTuple):
-    """A chunk without the bytes that the receiver has: the note on these, and the other bytes."""
+    """A chunk in part: the note on which of its bytes are sent, and these."""
 
     note: bytearray
     pieces: Sequence[Any]
-
-
-class Refilled(NamedTuple):
-    """A chunk with the bytes that the receiver had: memory for the others, and whether it is right.
-
-    It isn't right where the receiver's bytes aren't those that the note is of.
-    """
-
-    pieces: Sequence[Any]
-    is_right: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +48,7 @@ class OutgoingChunk:
 
     data: Any  # its bytes, as a buffer
     crc: Callable[[], int]
-    # Leaves out what the receiver has; called after `crc`. None: without a note.
+    # Leaves out what the receiver doesn't need; called after `crc`. None: without a note.
     reduced: Callable[[], Reduced] | None = None
 
 
@@ -72,12 +61,13 @@ class IncomingChunk:
     accept: Callable[[], None]
     _: KW_ONLY
     note_nbytes: int = 0  # bytes of the note that comes first; 0: there is none
-    refill: Callable[[bytearray], Refilled] | None = None
+    # makes memory of a note, for the bytes that come
+    pieces: Callable[[bytearray], Sequence[Any]] | None = None
 
 
 @sendable
 class Amount(NamedTuple):
-    """Bytes of chunks that were sent, repeats included, and that the receiver had already."""
+    """Bytes of chunks that were sent, repeats included, and that needn't be."""
 
     sent_nbytes: int = 0
     reused_nbytes: int = 0
@@ -97,21 +87,17 @@ def send(
     channel: Channel,
     chunks: Iterable[OutgoingChunk],
     go_on: Callable[[], None] = _never_stop,
-    told: bytearray | None = None,
 ) -> Amount:
     """Send chunks, in their order; return once the receiver has all of them.
 
-    `chunks`: read as they are needed, the first one after `told` is filled. `go_on`: called before
-    each chunk; raises where the rest isn't wanted any more. `told`: is filled with what the
-    receiver tells first; None or empty: it tells nothing. Raises DcpMemError, RuntimeError.
+    `chunks`: read as they are needed, the first one after the receiver's greeting. `go_on`: called
+    before each chunk; raises where the rest isn't wanted any more.
     """
     greeting = bytearray(_GREETING)
     channel.receive(greeting).wait()
     refusal = greeting.rstrip(b"\0").decode(errors="replace")
     if refusal:
         raise DcpMemError(refusal)
-    if told:
-        channel.receive(told).wait()
     in_flight, amount = deque[_Sent](), Amount()
     for chunk in chunks:
         go_on()
@@ -167,20 +153,17 @@ def receive(
     channel: Channel,
     chunks: Iterable[IncomingChunk],
     go_on: Callable[[], None] = _never_stop,
-    tell: bytearray | None = None,
 ) -> None:
     """Receive chunks, in their order. Once this returns or raises, no chunk is written to any more.
 
     Where it raises, it closes the channel.
 
-    `go_on`: called before each chunk; raises where the rest isn't wanted any more. `tell`: what the
-    sender is told first; of the length that it expects. Raises DcpMemError, RuntimeError.
+    `go_on`: called before each chunk; raises where the rest isn't wanted any more. Raises
+    DcpMemError, RuntimeError.
     """
     in_flight = deque[_Expected]()
     answers: list[PendingMessage] = []  # gloo drops a message that isn't held
     refuse(channel, "")
-    if tell:
-        channel.send(tell).wait()
     try:
         for chunk in chunks:
             go_on()
@@ -212,19 +195,12 @@ def _begin(in_flight: deque[_Expected]) -> None:
 
 
 class _Expected:
-    """A chunk that is being received, and its CRC32C."""
+    """A chunk that is being received, and its CRC32C; the first time it may have a note."""
 
-    def __init__(self, channel: Channel, chunk: IncomingChunk, tries: int | None = None) -> None:
-        """Describe the chunk.
-
-        `tries`: how often all of it has been sent, this time included; None: this is the first
-        time, with a note if there are notes.
-        """
-        self.channel, self.chunk = channel, chunk
-        self.tries = (0 if chunk.note_nbytes else 1) if tries is None else tries
-        self.has_note = self.tries == 0
+    def __init__(self, channel: Channel, chunk: IncomingChunk, tries: int = 1) -> None:
+        self.channel, self.chunk, self.tries = channel, chunk, tries
+        self.has_note = tries == 1 and chunk.note_nbytes > 0
         self._crc = bytearray(4)
-        self._is_refilled = True
         self._pending: list[PendingMessage] = []
 
     def begin(self) -> None:
@@ -233,16 +209,16 @@ class _Expected:
             return
         pieces: Sequence[Any] = [self.chunk.data]
         if self.has_note:
-            assert self.chunk.refill is not None
+            assert self.chunk.pieces is not None
             note = bytearray(self.chunk.note_nbytes)
             self.channel.receive(note).wait()
-            pieces, self._is_refilled = self.chunk.refill(note)
+            pieces = self.chunk.pieces(note)
         self._pending = [self.channel.receive(one) for one in (*pieces, self._crc)]
 
     def is_right(self) -> bool:
         for message in reversed(self._pending):
             message.wait()
-        return self._is_refilled and self.chunk.crc() == int.from_bytes(self._crc, "little")
+        return self.chunk.crc() == int.from_bytes(self._crc, "little")
 
 
 def _take(in_flight: deque[_Expected]) -> PendingMessage:
@@ -259,7 +235,6 @@ def _take(in_flight: deque[_Expected]) -> PendingMessage:
             f"a piece of {nbytes} bytes came otherwise than it was sent, {_TRIES} times"
         )
     else:
-        why = "came otherwise than it was sent" if first.tries else "isn't what an earlier copy has"
-        log.warning("a piece of %d bytes %s; once more", nbytes, why)
+        log.warning("a piece of %d bytes came otherwise than it was sent; once more", nbytes)
         in_flight.append(_Expected(first.channel, first.chunk, first.tries + 1))
     return first.channel.send(bytearray(_RIGHT if is_right else _AGAIN))

@@ -18,7 +18,6 @@ from dcp_mem.comm.transfer import (
     IncomingChunk,
     OutgoingChunk,
     Reduced,
-    Refilled,
     receive,
     refuse,
     send,
@@ -137,11 +136,9 @@ _HAD = 600
 
 
 def _send_rests(count: int) -> Amount:
-    """Send the rest of each chunk, once the receiver has said what it has."""
-    told = bytearray(3)
+    """Send the rest of each chunk."""
 
     def reduced(number: int, data: bytearray) -> Reduced:
-        assert told == b"has"
         return Reduced(bytearray([number]), [data[_HAD:800], data[800:]] if number else [])
 
     def chunks() -> Iterator[OutgoingChunk]:
@@ -152,7 +149,7 @@ def _send_rests(count: int) -> Amount:
             )
 
     amounts = list[Amount]()
-    _with_channel(lambda channel: amounts.append(send(channel, chunks(), told=told)))
+    _with_channel(lambda channel: amounts.append(send(channel, chunks())))
     return amounts[0]
 
 
@@ -160,21 +157,20 @@ def _receive_rests(count: int, wrong: list[int]) -> tuple[str, list[int]]:
     """Have all of the first chunk, and the beginnings of the others; wrong ones of some."""
     came, accepted = [bytearray(_NBYTES) for _ in range(count)], list[int]()
 
-    def refill(number: int, note: bytearray) -> Refilled:
+    def pieces(number: int, note: bytearray) -> list[memoryview]:
         assert note == bytearray([number])
-        data, view = _data(number), memoryview(came[number])
-        if not number:
-            view[:] = data
-            return Refilled([], number not in wrong)
-        view[:_HAD] = data[:_HAD]
-        return Refilled([view[_HAD:800], view[800:]], number not in wrong)
+        view, had = memoryview(came[number]), _HAD if number else _NBYTES
+        view[:had] = _data(number)[:had]
+        if number in wrong:
+            view[0] ^= 1
+        return [view[_HAD:800], view[800:]] if number else []
 
     def chunks() -> Iterator[IncomingChunk]:
         for number, data in enumerate(came):
             crc, accept = partial(checksum, memoryview(data)), partial(accepted.append, number)
-            yield IncomingChunk(data, crc, accept, note_nbytes=1, refill=partial(refill, number))
+            yield IncomingChunk(data, crc, accept, note_nbytes=1, pieces=partial(pieces, number))
 
-    error = _with_channel(lambda channel: receive(channel, chunks(), tell=bytearray(b"has")))
+    error = _with_channel(lambda channel: receive(channel, chunks()))
     assert came == [_data(number) for number in range(count)]
     return error, accepted
 
