@@ -1,14 +1,13 @@
 """Copies and parity that begin as those of an earlier checkpoint (ADR 55).
 
 Parity is an XOR, and a copy is the parity of one segment. So a receiver that begins with its
-earlier file needs only old XOR new of each sender, and of that only what isn't zero:
+earlier file needs only old XOR new of each sender, where that isn't zero:
 
     receiver -> sender   the offer: which checkpoint's file it has, and where the sender's parts
                          ended then
     sender -> receiver   the vote: whether it has its own segment of that checkpoint
     receiver -> sender   the verdict, once all senders have voted
-    sender -> receiver   old XOR new, chunk by chunk, with a note before each: which pages aren't
-                         zero
+    sender -> receiver   a note on which pages have changed, then old XOR new of these
     sender -> receiver   of parity: what its parts add to the CRC32C of each block
 
 A copy ends with the checksums of the segment's items, as every copy does. CRC32C is linear, so the
@@ -32,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_mem.comm.collectives import Channel
-from dcp_mem.comm.transfer import IncomingChunk, OutgoingChunk, Reduced
+from dcp_mem.comm.transfer import IncomingChunk, OutgoingChunk
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError
@@ -42,7 +41,7 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.memory.views import fill
+from dcp_mem.memory.views import fill, is_same
 from dcp_mem.policy.parity import Stripe
 from dcp_mem.replicating.plan import FilePart, FilePlan
 from dcp_mem.replicating.task import SMALL_CHUNK, newest_replicated
@@ -51,7 +50,11 @@ Bytes = npt.NDArray[np.uint8]
 Pages = npt.NDArray[np.bool_]
 Read = Callable[[int, int], memoryview]
 PAGE = 4096
-"""Bytes: what has changed is sent in such pages of a chunk."""
+"""Bytes: what has changed is sent in such pages."""
+_COMPARED = 64 * PAGE
+"""Bytes that are compared with one call."""
+_LEAST_GAP = 8
+"""Pages: a shorter unchanged run costs more apart than it saves."""
 _SAMPLES = 16
 """Pages of each part that are compared before anything is sent."""
 
@@ -133,59 +136,83 @@ class EarlierSegment(EarlierFile):
         """
         if not part.start <= stop <= self._facts.st_size:
             return Vote.CANNOT
-        both = min(part.stop, stop)
+        both, old = min(part.stop, stop), memoryview(bytearray(PAGE))
         step = max((both - part.start) // _SAMPLES, PAGE)
         for start in range(part.start, both - PAGE + 1, step):
-            if not self._difference(start, start + PAGE, stop, read, part.stop).any():
+            self.read_into(old, start)
+            if old == read(start, start + PAGE):
                 return Vote.GAINS
         return Vote.CAN
 
-    def chunks(self, part: FilePart, stop: int, read: Read) -> Iterator[OutgoingChunk]:
-        """Yield old XOR new of a part; `read` returns bytes of the segment as it is now."""
-        for low, high in _cuts(part, stop):
-            found = self._difference(low, high, stop, read, part.stop)
-            data = found[: high - low].data
-            has_changed = _has_changed(found)
-            crc = partial(checksum, data) if has_changed.any() else partial(_zeros_crc, len(data))
-            yield OutgoingChunk(data, crc, partial(_reduced, found, has_changed, len(data)))
-
-    def _difference(self, start: int, stop: int, old_end: int, read: Read, new_end: int) -> Bytes:
-        """Return old XOR new of bytes [start, stop), filled up with zeros to whole pages."""
-        found = np.empty(-(-(stop - start) // PAGE) * PAGE, np.uint8)
-        had = max(min(stop, old_end) - start, 0)
-        found[had:] = 0
-        if had:
-            self.read_into(found[:had].data, start)
-        if start < new_end:
-            new = np.frombuffer(read(start, min(stop, new_end)), np.uint8)
-            np.bitwise_xor(found[: len(new)], new, out=found[: len(new)])
+    def changed(self, part: FilePart, stop: int, read: Read, go_on: Callable[[], None]) -> Pages:
+        """Return which pages of a part have changed, or lie before a page that has, nearby."""
+        found, both = np.ones(_page_count(part, stop), np.bool_), min(part.stop, stop)
+        scratch = np.empty(_COMPARED, np.uint8)  # within the processor's cache
+        for low in range(part.start, both, _COMPARED):
+            go_on()
+            new = np.frombuffer(read(low, min(low + _COMPARED, both)), np.uint8)
+            old, first = scratch[: len(new)], (low - part.start) // PAGE
+            self.read_into(old.data, low)
+            pages = found[first : first - (-len(new) // PAGE)]
+            pages[:] = False
+            if not is_same(old.ctypes.data, new.ctypes.data, len(new)):
+                whole = len(new) // PAGE
+                differs = old != new
+                pages[:whole] = differs[: whole * PAGE].reshape(-1, PAGE).any(axis=1)
+                pages[whole:] = differs[whole * PAGE :].any()
+        found[(both - part.start) // PAGE :] |= part.stop != stop
+        for first, last in _runs(~found):
+            if last - first < _LEAST_GAP:
+                found[first:last] = True
         return found
 
-
-def _cuts(part: FilePart, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the chunks of a part that ended elsewhere in the earlier checkpoint."""
-    end = max(part.stop, stop)
-    for low in range(part.start, end, SMALL_CHUNK):
-        yield low, min(low + SMALL_CHUNK, end)
-
-
-def _has_changed(difference: Bytes) -> Pages:
-    """Return which pages of a difference aren't all zeros."""
-    words = difference.view(np.uint64).reshape(-1, PAGE // 8)
-    found: Pages = np.bitwise_or.reduce(words, axis=1) != 0
-    return found
-
-
-def _reduced(difference: Bytes, has_changed: Pages, nbytes: int) -> Reduced:
-    note = bytearray(np.packbits(has_changed).tobytes())
-    changed = difference.reshape(-1, PAGE)[has_changed]
-    return Reduced(note, _sent(changed, has_changed, nbytes))
+    def chunks(
+        self, part: FilePart, stop: int, read: Read, pages: Pages
+    ) -> Iterator[OutgoingChunk]:
+        """Yield old XOR new of the changed pages of a part."""
+        for extents in _chunks(part, stop, pages):
+            data = np.zeros(sum(high - low for low, high in extents), np.uint8)
+            place = 0
+            for low, high in extents:
+                piece = data[place : place + high - low]
+                place += high - low
+                if low < stop:
+                    self.read_into(piece[: stop - low].data, low)
+                if low < part.stop:
+                    new = np.frombuffer(read(low, min(high, part.stop)), np.uint8)
+                    piece[: len(new)] ^= new
+            yield OutgoingChunk(data.data, partial(checksum, data.data))
 
 
-def _sent(changed: Bytes, has_changed: Pages, nbytes: int) -> list[Bytes]:
-    """Return the changed pages as they are sent: without what fills up the last page of a chunk."""
-    filled_up = len(has_changed) * PAGE - nbytes if has_changed[-1] else 0
-    return [changed.reshape(-1)[: changed.size - filled_up]] if len(changed) else []
+def _page_count(part: FilePart, stop: int) -> int:
+    return -(-(max(part.stop, stop) - part.start) // PAGE)
+
+
+def note_nbytes(parts: Sequence[FilePart], stops: Sequence[int]) -> int:
+    """Return the bytes of the note on which pages of some parts come: a bit for each page."""
+    return sum(-(-_page_count(*one) // 8) for one in zip(parts, stops, strict=True))
+
+
+def _runs(pages: Pages) -> Iterator[tuple[int, int]]:
+    """Yield first and last number, the latter not included, of each run of pages."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], pages, [False]]))).tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
+
+
+def _chunks(part: FilePart, stop: int, pages: Pages) -> Iterator[list[tuple[int, int]]]:
+    """Yield the extents of changed pages in a part, as many at a time as a chunk has."""
+    end, chunk, left = max(part.stop, stop), list[tuple[int, int]](), SMALL_CHUNK
+    for first, last in _runs(pages):
+        low, high = part.start + first * PAGE, min(part.start + last * PAGE, end)
+        while low < high:
+            cut = min(high, low + left)
+            chunk.append((low, cut))
+            low, left = cut, left - (cut - low)
+            if not left:
+                yield chunk
+                chunk, left = [], SMALL_CHUNK
+    if chunk:
+        yield chunk
 
 
 def sums_of(parts: Sequence[FilePart], reads: Sequence[Read], nbytes: int) -> Crcs:
@@ -335,19 +362,24 @@ class Deciding:
             np.frombuffer(self._memory, np.uint8)[:] = 0
 
     def chunks(
-        self, sender: int, add: Callable[[int, memoryview], None]
+        self, sender: int, channel: Channel, add: Callable[[int, memoryview], None]
     ) -> Iterator[IncomingChunk]:
-        """Yield what `EarlierSegment.chunks` and, of parity, `sums_of` send.
+        """Yield what `EarlierSegment.chunks` and, of parity, `sums_of` send, after a note.
 
         `add`: adds bytes to the file, by XOR, from a place on.
         """
-        buffers: list[Bytes] = []  # free ones, used again and again
-        for part, stop in zip(self._plan.parts_from(sender), self._stops_of(sender), strict=True):
-            for low, high in _cuts(part, stop):
-                buffer = buffers.pop() if buffers else np.empty(SMALL_CHUNK, np.uint8)
-                place = part.place + low - part.start
-                one = _Received(buffer, high - low, partial(add, place), buffers)
-                yield one.chunk()
+        parts, stops = self._plan.parts_from(sender), self._stops_of(sender)
+        note, read = bytearray(note_nbytes(parts, stops)), 0
+        if note:
+            channel.receive(note).wait()
+        for part, stop in zip(parts, stops, strict=True):
+            count = _page_count(part, stop)
+            bits = np.frombuffer(note, np.uint8, -(-count // 8), read)
+            read += len(bits)
+            for extents in _chunks(part, stop, np.unpackbits(bits, count=count).astype(np.bool_)):
+                data = memoryview(bytearray(sum(high - low for low, high in extents)))
+                accept = partial(_add, add, data, extents, part.place - part.start)
+                yield IncomingChunk(data, partial(checksum, data), accept)
         if self._plan.stripe is not None:
             sums = bytearray(4 * -(-self._plan.nbytes // BLOCK))
             accept = partial(self._sums.append, np.frombuffer(sums, "<u4"))
@@ -371,46 +403,13 @@ class Deciding:
             self.earlier = None
 
 
-class _Received:
-    """A chunk of a difference that is received."""
-
-    def __init__(
-        self,
-        buffer: Bytes,
-        nbytes: int,
-        add: Callable[[memoryview], None],
-        buffers: list[Bytes],
-    ) -> None:
-        self._buffer, self._add, self._buffers = buffer, add, buffers
-        self._pages = buffer[: -(-nbytes // PAGE) * PAGE].reshape(-1, PAGE)
-        self._data = buffer[:nbytes].data
-        self._noted: Pages | None = None  # which pages come; None: all of them
-        self._changed = np.empty((0, PAGE), np.uint8)
-        self._is_zero = False
-
-    def chunk(self) -> IncomingChunk:
-        note_nbytes = -(-len(self._pages) // 8)
-        return IncomingChunk(
-            self._data, self._crc, self._accept, note_nbytes=note_nbytes, pieces=self._noted_pieces
-        )
-
-    def _noted_pieces(self, note: bytearray) -> Sequence[Bytes]:
-        bits = np.unpackbits(np.frombuffer(note, np.uint8), count=len(self._pages))
-        self._noted = bits.astype(np.bool_)
-        self._changed = np.zeros((int(bits.sum()), PAGE), np.uint8)
-        return _sent(self._changed, self._noted, len(self._data))
-
-    def _crc(self) -> int:
-        noted, self._noted = self._noted, None  # where the chunk comes again, it comes in full
-        self._is_zero = noted is not None and not len(self._changed)
-        if self._is_zero:
-            return _zeros_crc(len(self._data))
-        if noted is not None:
-            self._pages[~noted] = 0
-            self._pages[noted] = self._changed
-        return checksum(self._data)
-
-    def _accept(self) -> None:
-        if not self._is_zero:
-            self._add(self._data)
-        self._buffers.append(self._buffer)
+def _add(
+    add: Callable[[int, memoryview], None],
+    data: memoryview,
+    extents: Sequence[tuple[int, int]],
+    shift: int,
+) -> None:
+    place = 0
+    for low, high in extents:
+        add(low + shift, data[place : place + high - low])
+        place += high - low

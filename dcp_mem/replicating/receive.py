@@ -112,7 +112,7 @@ class IncomingFile:
             assert self._memory is not None
             self.deciding.settle(channel, self._memory)
         if self.deciding is not None and self.is_reused:
-            yield from self.deciding.chunks(sender, self.add)
+            yield from self.deciding.chunks(sender, channel, self.add)
         elif self.plan.is_copy:
             yield from self._chunks_in_place()
         else:

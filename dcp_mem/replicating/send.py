@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dcp_mem.comm.collectives import Channel
-from dcp_mem.comm.transfer import CHUNK, OutgoingChunk
+from dcp_mem.comm.transfer import CHUNK, Amount, OutgoingChunk
 from dcp_mem.common import faults
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
@@ -26,22 +26,22 @@ from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.views import fill, lent
 from dcp_mem.policy.pieces import Extent
-from dcp_mem.replicating.earlier import EarlierSegment, Offer, Read, Vote, sums_of
+from dcp_mem.replicating.earlier import PAGE, EarlierSegment, Offer, Read, Vote, sums_of
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
 
-def _leave_alone(memory: memoryview) -> None:
-    return
-
-
 class OutgoingFiles:
-    """The files that this rank sends from, opened as they are needed, and leased until `close`."""
+    """The files that this rank sends from, opened as they are needed, and leased until `close`.
+
+    `reused`: what needn't be sent of them.
+    """
 
     def __init__(self, memory: JobMemory, task: ReplicationTask, tables: SegmentTables) -> None:
         self._memory, self._task, self._tables = memory, task, tables
         self._directory = memory.checkpoint_directory(task.manifest.name)
         self._files: dict[str, OutgoingFile] = {}
+        self.reused: list[Amount] = []
         self._earlier: dict[str, EarlierSegment] = {}
         self._opening = threading.Lock()
         self._resources = ExitStack()
@@ -51,18 +51,20 @@ class OutgoingFiles:
         plan: FilePlan,
         offer: Offer | None,
         channel: Channel,
-        register: Callable[[memoryview], None] = _leave_alone,
+        register: Callable[[memoryview], None],
+        go_on: Callable[[], None],
     ) -> Iterator[OutgoingChunk]:
         """Yield all that this rank sends for a plan: its parts, then checksums of segments.
 
         `offer`: what this rank has voted on; None where nothing is decided. `register`: called with
-        memory that chunks lie in, before any of them.
+        memory that chunks lie in, before any of them. `go_on`: raises where the rest isn't wanted
+        any more.
         """
         verdict = bytearray(1)
         if offer is not None:
             channel.receive(verdict).wait()
         if offer is not None and verdict[0]:
-            chunks = self._differences(plan, offer)
+            chunks = self._differences(plan, offer, channel, go_on)
         else:
             chunks = self._parts(plan, register)
         for chunk in chunks:
@@ -97,11 +99,21 @@ class OutgoingFiles:
             return Vote.CANNOT
         return Vote.CANNOT if Vote.CANNOT in votes else max(votes)
 
-    def _differences(self, plan: FilePlan, offer: Offer) -> Iterator[OutgoingChunk]:
+    def _differences(
+        self, plan: FilePlan, offer: Offer, channel: Channel, go_on: Callable[[], None]
+    ) -> Iterator[OutgoingChunk]:
         parts = plan.parts_from(self._task.ranks.rank)
         reads = [self.open(part.file, plan).read for part in parts]
-        for part, stop, read in zip(parts, offer.stops, reads, strict=True):
-            yield from self._earlier_segment(part.file, offer.save_id).chunks(part, stop, read)
+        old = [self._earlier_segment(part.file, offer.save_id) for part in parts]
+        found = list(zip(old, parts, offer.stops, reads, strict=True))
+        pages = [one.changed(part, stop, read, go_on) for one, part, stop, read in found]
+        note = bytearray(b"".join(np.packbits(one).tobytes() for one in pages))
+        if note:
+            channel.send(note).wait()
+        unchanged = PAGE * sum(int(np.count_nonzero(~one)) for one in pages)
+        self.reused.append(Amount(reused_nbytes=unchanged))
+        for (one, part, stop, read), changed in zip(found, pages, strict=True):
+            yield from one.chunks(part, stop, read, changed)
         if plan.stripe is not None:
             sums = bytearray(sums_of(parts, reads, plan.nbytes).tobytes())
             yield OutgoingChunk(sums, partial(checksum, memoryview(sums)))

@@ -197,8 +197,8 @@ class Worker:
                     def register(memory: memoryview, registered: ExitStack = registered) -> None:
                         registered.enter_context(channel.registered(memory))
 
-                    chunks = self._outgoing.chunks(plan, offer, channel, register)
-                    self._amounts.append(send(channel, chunks, self._go_on))
+                    chunks = self._outgoing.chunks(plan, offer, channel, register, self._go_on)
+                    self._amounts.append(Amount(sent_nbytes=send(channel, chunks, self._go_on)))
 
     def _receive(self, sender: int, files: Sequence[IncomingFile]) -> None:
         with self._channel(sender, self._rank) as channel:
@@ -325,7 +325,7 @@ class Worker:
             if is_done:
                 self._note_unfinished()
                 self._keep_checksums()
-            amount = reduce(Amount.plus, list(self._amounts), Amount())
+            amount = reduce(Amount.plus, [*self._amounts, *self._outgoing.reused], Amount())
             failures = joined(tuple(self._failures), ())
             own = _Progress(
                 is_done=is_done,

@@ -27,6 +27,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.format.layout import Columns
 from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.views import is_same
 from dcp_mem.runtime.layouts import PlanLayout
 
 ItemKey = tuple[str, tuple[int, ...]]
@@ -41,9 +42,6 @@ _MOST_STALE = 64
 """Checkpoints that turned out to hold stale bytes, of which other nodes are told."""
 _COMPARED_EVERY = 8
 """Saves from one whole comparison to the next, where none goes to storage."""
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memcmp.restype = ctypes.c_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ class FrozenSegment:
         for start in range(0, nbytes, _PIECE):
             if not may_go_on():
                 return True
-            if _memcmp(address + start, copy + start, min(_PIECE, nbytes - start)):
+            if not is_same(address + start, copy + start, min(_PIECE, nbytes - start)):
                 return False
         return True
 

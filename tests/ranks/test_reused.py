@@ -24,7 +24,6 @@ import dcp_mem
 from dcp_mem import MemoryStorageWriter, parity
 from dcp_mem.common.values import Outcome
 from dcp_mem.format import names
-from dcp_mem.replicating import earlier
 from dcp_mem.replicating.earlier import Deciding, EarlierFile, EarlierSegment
 from dcp_mem.runtime.session import open_session
 from tests.support.channels import SentBytes
@@ -323,29 +322,6 @@ def test_copies_and_parity_are_right_whatever_becomes_of_the_earlier_ones(
         assert reused_nbytes > 0  # what wasn't spoilt
         assert sent_next < kind.ranks * sent_at_most(ADAPTERS)
         kind.check(Nodes(f"{nodes.root}/{spoil.__name__}"), "step-3")
-
-
-def _saves_with_a_broken_note(nodes: Nodes, kind: Kind) -> tuple[int, int]:
-    crc, spoiled = earlier._Received._crc, list[bool]()
-
-    def spoiling(self: Any) -> int:
-        if len(self._changed) and not spoiled:
-            spoiled.append(True)
-            self._changed[:] = 0
-        return int(crc(self))
-
-    with nodes.writer(**kind.options) as writer:
-        save(writer, "step-1", trained(1))
-        earlier._Received._crc = spoiling  # type: ignore[method-assign]
-        save(writer, "step-2", trained(2))
-        assert spoiled
-        return amounts(writer, "step-2")
-
-
-def test_a_chunk_that_came_otherwise_than_it_was_sent_comes_again(nodes: Nodes) -> None:
-    sent_nbytes, _ = forked_ranks(_saves_with_a_broken_note, PARITY.ranks, nodes, PARITY)[0]
-    assert sent_nbytes > PARITY.ranks * (ADAPTERS + (1 << 20))
-    PARITY.check(nodes, "step-2")
 
 
 @pytest.mark.parametrize(
