@@ -3,12 +3,8 @@
 Every transfer of many bytes between two ranks goes by this protocol:
 
     receiver -> sender   a greeting: empty where the receiver is ready, else why it refuses
-    receiver -> sender   of a copy: what the receiver has already (`replicating.earlier`)
     sender -> receiver   per chunk: its bytes, then its CRC32C
     receiver -> sender   per chunk: one byte, whether the chunk is right or is to be sent again
-
-Where the receiver has something, a note comes before each chunk: which bytes of it aren't sent. The
-CRC32C is that of the whole chunk all the same. A chunk that is sent again is sent in full.
 
 A few chunks are in flight at a time, and only the network copies their bytes. Both ranks always
 wait for messages of the other: gloo (torch 2.6 to 2.13) reports at once that the peer is gone where
@@ -18,9 +14,8 @@ a rank waits for a message, but not where a message has been sent or received in
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from itertools import islice
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dcp_mem.comm.collectives import Channel, PendingMessage
@@ -36,31 +31,12 @@ _TRIES = 3
 _RIGHT, _AGAIN = b"\0", b"\1"
 
 
-class Reduced(NamedTuple):
-    """A chunk without the bytes that the receiver has: the note on these, and the other bytes."""
-
-    note: bytearray
-    pieces: Sequence[Any]
-
-
-class Refilled(NamedTuple):
-    """A chunk with the bytes that the receiver had: memory for the others, and whether it is right.
-
-    It isn't right where the receiver's bytes aren't those that the note is of.
-    """
-
-    pieces: Sequence[Any]
-    is_right: bool
-
-
 @dataclass(frozen=True, slots=True)
 class OutgoingChunk:
     """A chunk to be sent."""
 
     data: Any  # its bytes, as a buffer
     crc: Callable[[], int]
-    # Leaves out what the receiver has; called after `crc`. None: without a note.
-    reduced: Callable[[], Reduced] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +46,11 @@ class IncomingChunk:
     data: Any
     crc: Callable[[], int]  # computes the CRC32C of what has been received
     accept: Callable[[], None]
-    _: KW_ONLY
-    note_nbytes: int = 0  # bytes of the note that comes first; 0: there is none
-    refill: Callable[[bytearray], Refilled] | None = None
 
 
 @sendable
 class Amount(NamedTuple):
-    """Bytes of chunks that were sent, repeats included, and that the receiver had already."""
+    """Bytes that were sent, repeats included, and that needn't be."""
 
     sent_nbytes: int = 0
     reused_nbytes: int = 0
@@ -97,40 +70,39 @@ def send(
     channel: Channel,
     chunks: Iterable[OutgoingChunk],
     go_on: Callable[[], None] = _never_stop,
-    told: bytearray | None = None,
-) -> Amount:
-    """Send chunks, in their order; return once the receiver has all of them.
+) -> int:
+    """Send chunks, in their order; return the bytes sent once the receiver has all of them.
 
-    `chunks`: read as they are needed, the first one after `told` is filled. `go_on`: called before
-    each chunk; raises where the rest isn't wanted any more. `told`: is filled with what the
-    receiver tells first; None or empty: it tells nothing. Raises DcpMemError, RuntimeError.
+    `chunks`: read as they are needed, the first one after the receiver's greeting. `go_on`: called
+    before each chunk; raises where the rest isn't wanted any more.
     """
     greeting = bytearray(_GREETING)
     channel.receive(greeting).wait()
     refusal = greeting.rstrip(b"\0").decode(errors="replace")
     if refusal:
         raise DcpMemError(refusal)
-    if told:
-        channel.receive(told).wait()
-    in_flight, amount = deque[_Sent](), Amount()
+    in_flight, sent_nbytes = deque[_Sent](), 0
     for chunk in chunks:
         go_on()
         while len(in_flight) >= _IN_FLIGHT:
-            amount = amount.plus(_settle(in_flight))
+            sent_nbytes += _settle(in_flight)
         in_flight.append(_Sent(channel, chunk))
+        sent_nbytes += len(chunk.data)
     while in_flight:
-        amount = amount.plus(_settle(in_flight))
-    return amount
+        sent_nbytes += _settle(in_flight)
+    return sent_nbytes
 
 
-def _settle(in_flight: deque[_Sent]) -> Amount:
-    """Wait for the answer to the first chunk; send it again, at the end, if it wasn't right."""
+def _settle(in_flight: deque[_Sent]) -> int:
+    """Wait for the answer to the first chunk; send it again, at the end, if it wasn't right.
+
+    Returns the bytes that were sent again.
+    """
     first = in_flight.popleft()
     if first.is_right():
-        return Amount(first.nbytes, len(first.chunk.data) - first.nbytes)
-    # The receiver counts how often.
-    in_flight.append(_Sent(first.channel, replace(first.chunk, reduced=None)))
-    return Amount(first.nbytes)
+        return 0
+    in_flight.append(_Sent(first.channel, first.chunk))  # the receiver counts how often
+    return len(first.chunk.data)
 
 
 class _Sent:
@@ -141,11 +113,7 @@ class _Sent:
         self._answer = bytearray(1)
         self._pending_answer = channel.receive(self._answer)
         crc = chunk.crc()  # first: then the network finds the bytes in the processor's cache
-        messages, self.nbytes = [chunk.data], len(chunk.data)
-        if chunk.reduced is not None:
-            note, pieces = chunk.reduced()
-            messages, self.nbytes = [note, *pieces], sum(map(len, pieces))
-        messages.append(bytearray(crc.to_bytes(4, "little")))
+        messages = [chunk.data, bytearray(crc.to_bytes(4, "little"))]
         self._pending = list(map(channel.send, messages))
 
     def is_right(self) -> bool:
@@ -167,27 +135,23 @@ def receive(
     channel: Channel,
     chunks: Iterable[IncomingChunk],
     go_on: Callable[[], None] = _never_stop,
-    tell: bytearray | None = None,
 ) -> None:
     """Receive chunks, in their order. Once this returns or raises, no chunk is written to any more.
 
     Where it raises, it closes the channel.
 
-    `go_on`: called before each chunk; raises where the rest isn't wanted any more. `tell`: what the
-    sender is told first; of the length that it expects. Raises DcpMemError, RuntimeError.
+    `go_on`: called before each chunk; raises where the rest isn't wanted any more. Raises
+    DcpMemError, RuntimeError.
     """
     in_flight = deque[_Expected]()
     answers: list[PendingMessage] = []  # gloo drops a message that isn't held
     refuse(channel, "")
-    if tell:
-        channel.send(tell).wait()
     try:
         for chunk in chunks:
             go_on()
             while len(in_flight) >= _IN_FLIGHT:
                 answers.append(_take(in_flight))
             in_flight.append(_Expected(channel, chunk))
-            _begin(in_flight)
         while in_flight:
             answers.append(_take(in_flight))
         for answer in answers:  # the last ones may not be sent yet
@@ -199,56 +163,23 @@ def receive(
         in_flight.clear()  # gloo doesn't write to the memory of a message that isn't held
 
 
-def _begin(in_flight: deque[_Expected]) -> None:
-    """Begin to receive chunks, in the order in which they are sent.
-
-    A chunk's note is waited for. So the newest chunk is left for later: the sender may be about to
-    sum it up.
-    """
-    for one in islice(in_flight, _IN_FLIGHT - 1):
-        one.begin()
-    if len(in_flight) == _IN_FLIGHT and not in_flight[-1].has_note:
-        in_flight[-1].begin()
-
-
 class _Expected:
     """A chunk that is being received, and its CRC32C."""
 
-    def __init__(self, channel: Channel, chunk: IncomingChunk, tries: int | None = None) -> None:
-        """Describe the chunk.
-
-        `tries`: how often all of it has been sent, this time included; None: this is the first
-        time, with a note if there are notes.
-        """
-        self.channel, self.chunk = channel, chunk
-        self.tries = (0 if chunk.note_nbytes else 1) if tries is None else tries
-        self.has_note = self.tries == 0
+    def __init__(self, channel: Channel, chunk: IncomingChunk, tries: int = 1) -> None:
+        self.channel, self.chunk, self.tries = channel, chunk, tries
         self._crc = bytearray(4)
-        self._is_refilled = True
-        self._pending: list[PendingMessage] = []
-
-    def begin(self) -> None:
-        """Begin to receive, once."""
-        if self._pending:
-            return
-        pieces: Sequence[Any] = [self.chunk.data]
-        if self.has_note:
-            assert self.chunk.refill is not None
-            note = bytearray(self.chunk.note_nbytes)
-            self.channel.receive(note).wait()
-            pieces, self._is_refilled = self.chunk.refill(note)
-        self._pending = [self.channel.receive(one) for one in (*pieces, self._crc)]
+        self._pending = [channel.receive(one) for one in (chunk.data, self._crc)]
 
     def is_right(self) -> bool:
         for message in reversed(self._pending):
             message.wait()
-        return self._is_refilled and self.chunk.crc() == int.from_bytes(self._crc, "little")
+        return self.chunk.crc() == int.from_bytes(self._crc, "little")
 
 
 def _take(in_flight: deque[_Expected]) -> PendingMessage:
     """Wait for the first chunk, accept it if it is right, and answer; return the answer."""
-    _begin(in_flight)
-    first = in_flight[0]
+    first = in_flight[0]  # held while its messages come
     is_right = first.is_right()
     in_flight.popleft()
     nbytes = len(first.chunk.data)
@@ -259,7 +190,6 @@ def _take(in_flight: deque[_Expected]) -> PendingMessage:
             f"a piece of {nbytes} bytes came otherwise than it was sent, {_TRIES} times"
         )
     else:
-        why = "came otherwise than it was sent" if first.tries else "isn't what an earlier copy has"
-        log.warning("a piece of %d bytes %s; once more", nbytes, why)
+        log.warning("a piece of %d bytes came otherwise than it was sent; once more", nbytes)
         in_flight.append(_Expected(first.channel, first.chunk, first.tries + 1))
     return first.channel.send(bytearray(_RIGHT if is_right else _AGAIN))

@@ -23,6 +23,7 @@ _libc.mmap.argtypes = (
 )
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def mapped(descriptor: int, start: int, nbytes: int) -> memoryview:
@@ -58,6 +59,11 @@ def kept_while_seen(address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
 def view_of(address: int, nbytes: int) -> memoryview:
     """Return memory at an address as bytes; it must outlive the view."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def is_same(one: int, other: int, nbytes: int) -> bool:
+    """Return whether there are the same bytes at two addresses."""
+    return not _libc.memcmp(one, other, nbytes)
 
 
 def fill(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:

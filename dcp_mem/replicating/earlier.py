@@ -1,191 +1,415 @@
-"""Bytes of a copy that its receiver has already, from an earlier copy, and that aren't sent.
+"""Copies and parity that begin as those of an earlier checkpoint (ADR 55).
 
-The receiver copies them from the earlier copy (ADR 27). Both ranks cut a segment
-into the same chunks of whole blocks, and agree block by block:
+Parity is an XOR, and a copy is the parity of one segment. So a receiver that begins with its
+earlier file needs only old XOR new of each sender, where that isn't zero:
 
-    receiver -> sender   once: the blocks that an earlier copy has at the same places, and their
-                         CRC32C
-    sender -> receiver   per chunk: which blocks aren't sent, and the hash of these stretches
+    receiver -> sender   the offer: which checkpoint's file it has, and where the sender's parts
+                         ended then
+    sender -> receiver   the vote: whether it has its own segment of that checkpoint
+    receiver -> sender   the verdict, once all senders have voted
+    sender -> receiver   a note on which pages have changed, then old XOR new of these
+    sender -> receiver   of parity: what its parts add to the CRC32C of each block
 
-Only blocks with equal CRC32C are hashed: where everything changes, nothing is.
+A copy ends with the checksums of the segment's items, as every copy does. CRC32C is linear, so the
+checksums of the parts give those of parity. Where the file has others, its old bytes or a sender's
+weren't what they had been, and all is sent in full.
+
+Where a sender's segment has the same file in both checkpoints (frozen tensors), the receiver gives
+its earlier copy one more name, and nothing else follows.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from enum import IntEnum
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp_mem.comm.transfer import CHUNK, Reduced, Refilled
+from dcp_mem.comm.collectives import Channel
+from dcp_mem.comm.transfer import IncomingChunk, OutgoingChunk
 from dcp_mem.common import faults
-from dcp_mem.errors import ManifestInvalid
+from dcp_mem.common.log import log
+from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
-from dcp_mem.format.checksums import HASH_NBYTES, Blocks, Crcs, blocks_of, hasher
-from dcp_mem.format.manifest import ItemTable, Manifest
-from dcp_mem.memory.checkpoint import checksums_of
+from dcp_mem.format.checksums import BLOCK, BlockChecksums, Blocks, Crcs, checksum, combined
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.memory.views import fill
-from dcp_mem.replicating.task import newest_replicated
+from dcp_mem.memory.views import fill, is_same
+from dcp_mem.policy.parity import Stripe
+from dcp_mem.replicating.plan import FilePart, FilePlan
+from dcp_mem.replicating.task import SMALL_CHUNK, newest_replicated
 
-Mask = npt.NDArray[np.bool_]
-_SHORT = 32 << 10
-"""Bytes: a shorter stretch of unchanged blocks costs more as a message less than as bytes more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A chunk of a segment: bytes [start, stop), with the blocks [first, last)."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
-
-    @property
-    def note_nbytes(self) -> int:
-        """Bytes of the note on the chunk: a bit for each block, and a hash; 0 without blocks."""
-        count = self.last - self.first
-        return (count + 7) // 8 + HASH_NBYTES if count else 0
+Bytes = npt.NDArray[np.uint8]
+Pages = npt.NDArray[np.bool_]
+Read = Callable[[int, int], memoryview]
+PAGE = 4096
+"""Bytes: what has changed is sent in such pages."""
+_COMPARED = 64 * PAGE
+"""Bytes that are compared with one call."""
+_LEAST_GAP = 8
+"""Pages: a shorter unchanged run costs more apart than it saves."""
+_SAMPLES = 16
+"""Pages of each part that are compared before anything is sent."""
 
 
-def cuts_of(blocks: Blocks, nbytes: int) -> list[Cut]:
-    """Return the chunks of a segment: of whole blocks, and of `CHUNK` bytes at most."""
-    starts, cuts, start, first = blocks.offsets.tolist(), list[Cut](), 0, 0
-    while nbytes - start > CHUNK:
-        last = bisect_right(starts, start + CHUNK) - 1
-        if last >= first and starts[last] > start:
-            stop = starts[last]
-        else:  # nothing begins between `start` and the end of the chunk
-            stop, last = start + CHUNK, last + 1
-        cuts.append(Cut(start, stop, first, last))
-        start, first = stop, last
-    return [*cuts, Cut(start, nbytes, first, len(starts))] if nbytes else []
+class Vote(IntEnum):
+    """What a sender says to an offer."""
+
+    CANNOT = 0
+    CAN = 1
+    GAINS = 2
+    SHARES = 3  # its segment is the same file in both checkpoints
 
 
-class Told:
-    """The message in which a receiver lists the blocks that it has, and their CRC32C.
+class Offer:
+    """The message in which a receiver names the checkpoint whose file it would begin with.
 
-    `message`: as it crosses the network; the sender has it filled in.
+    `message`: as it crosses the network; the sender has it filled in. Zeros: there is none.
     """
 
     def __init__(self, count: int) -> None:
-        self.message = bytearray(5 * count)
-        self._has = np.frombuffer(self.message, np.bool_, count)
-        self._crcs = np.frombuffer(self.message, "<u1", 4 * count, count).view("<u4")
+        self.message = bytearray(names.SAVE_ID_NBYTES + 8 * count)
+        self._stops = np.frombuffer(self.message, "<i8", offset=names.SAVE_ID_NBYTES)
+
+    def fill(self, save_id: str, stops: Sequence[int]) -> None:
+        """Name a checkpoint, and where each part of the sender ended in its segment, in bytes."""
+        self.message[: names.SAVE_ID_NBYTES] = save_id.encode()
+        self._stops[:] = stops
 
     @property
-    def is_any(self) -> bool:
-        """Whether the receiver has any block."""
-        return bool(self._has.any())
+    def save_id(self) -> str:
+        """The save id of the checkpoint; "" for none."""
+        return self.message[: names.SAVE_ID_NBYTES].rstrip(b"\0").decode(errors="replace")
 
-    def tell(self, blocks: Blocks, earlier: Blocks, crcs: Crcs) -> None:
-        """Note the blocks that lie in an earlier segment where they lie in this one."""
-        count = min(len(self._has), len(earlier.offsets), len(crcs))
-        self._has[:count] = (blocks.offsets[:count] == earlier.offsets[:count]) & (
-            blocks.lengths[:count] == earlier.lengths[:count]
-        )
-        self._crcs[:count] = crcs[:count]
-
-    def has(self, cut: Cut, crcs: Crcs) -> Mask:
-        """Return which blocks of a chunk the receiver has with these checksums."""
-        here = slice(cut.first, cut.last)
-        is_had: Mask = self._has[here] & (self._crcs[here] == crcs)
-        return is_had
+    @property
+    def stops(self) -> list[int]:
+        """Where each part of the sender ended in its segment, in bytes."""
+        found: list[int] = self._stops.tolist()
+        return found
 
 
-def reduced(blocks: Blocks, cut: Cut, data: memoryview, has: Mask) -> Reduced:
-    """Leave out of a chunk what its receiver has."""
-    if not has.all():
-        for first, last, start, stop in _stretches(blocks, cut, has):
-            if has[first] and stop - start < _SHORT:
-                has[first:last] = False
-    pieces, digest = list[memoryview](), hasher()
-    for first, _, start, stop in _stretches(blocks, cut, has):
-        piece = data[start - cut.start : stop - cut.start]
-        if has[first]:
-            digest.update(piece)
-        else:
-            pieces.append(piece)
-    return Reduced(bytearray(np.packbits(has).tobytes() + digest.digest()), pieces)
+class EarlierFile:
+    """A file of an earlier checkpoint on this node, kept from being recycled until `close`."""
 
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = open_leased(path)
+        self._facts = os.fstat(self._descriptor)
 
-def _stretches(blocks: Blocks, cut: Cut, has: Mask) -> list[tuple[int, int, int, int]]:
-    """Return runs of blocks that are all had, or all not: (first, last) in the chunk, and bytes.
-
-    What lies behind a block goes with it.
-    """
-    changes = (np.flatnonzero(has[1:] != has[:-1]) + 1).tolist()
-    places = [cut.start, *blocks.offsets[cut.first :][changes].tolist(), cut.stop]
-    return [
-        (first, last, start, stop)
-        for (first, last), (start, stop) in zip(
-            pairwise([0, *changes, len(has)]), pairwise(places), strict=True
-        )
-        if start < stop
-    ]
-
-
-class EarlierCopy:
-    """An earlier copy of a rank's segment on this node, kept from being recycled until `close`."""
-
-    def __init__(self, descriptor: int, table: ItemTable, blocks: Blocks) -> None:
-        self._descriptor, self._blocks = descriptor, blocks
-        self.told = Told(len(blocks.offsets))
-        self.told.tell(blocks, blocks_of(table.offsets, table.lengths), table.crc32c)
-
-    def refill(self, cut: Cut, data: memoryview, note: bytearray) -> Refilled:
-        """Copy what isn't sent of a chunk."""
-        bits = np.frombuffer(note, np.uint8, len(note) - HASH_NBYTES)
-        has = np.unpackbits(bits, count=cut.last - cut.first).astype(np.bool_)
-        pieces, digest, is_right = list[memoryview](), hasher(), True
-        for first, _, start, stop in _stretches(self._blocks, cut, has):
-            piece = data[start - cut.start : stop - cut.start]
-            if not has[first]:
-                pieces.append(piece)
-            elif is_right:
-                is_right = self._copy(piece, start)
-                digest.update(piece)
-        if has.any():
-            faults.point("replicate.reused")
-        return Refilled(pieces, is_right and digest.digest() == note[len(bits) :])
-
-    def _copy(self, piece: memoryview, start: int) -> bool:
-        try:
-            fill(self._descriptor, [piece], start)
-        except (OSError, EOFError):  # somebody has cut the file off
-            return False
-        return True
+    def read_into(self, memory: memoryview, start: int) -> None:
+        """Fill memory with bytes from `start` on; a file that was cut off is an EOFError."""
+        fill(self._descriptor, [memory], start)
 
     def close(self) -> None:
-        """Let the earlier copy be recycled."""
+        """Let the file be recycled."""
         end_lease(self._descriptor)
         os.close(self._descriptor)
 
 
-FindEarlier = Callable[[Blocks], EarlierCopy | None]
+def begins_as_earlier(plan: FilePlan) -> bool:
+    """Return whether ranks decide together what a file is made from: copies, and parity."""
+    is_of_others = bool(plan.parts) and plan.receiver not in plan.senders
+    return is_of_others and (plan.stripe is not None or plan.is_copy)
 
 
-def earlier_copy(
-    memory: JobMemory, manifest: Manifest, file: str, blocks: Blocks
-) -> EarlierCopy | None:
-    """Return the copy of a rank's segment in the newest replicated checkpoint that lies here."""
+# -- the sender --------------------------------------------------------------------------------
+
+
+class EarlierSegment(EarlierFile):
+    """This rank's segment of an earlier checkpoint."""
+
+    def is_at(self, path: str) -> bool:
+        """Return whether a segment of the new checkpoint is the same file."""
+        return os.path.samestat(os.stat(path), self._facts)
+
+    def vote(self, part: FilePart, stop: int, read: Read) -> Vote:
+        """Return what this rank says to an offer, for a part that ended elsewhere in its segment.
+
+        `read`: returns bytes of the segment as it is now.
+        """
+        if not part.start <= stop <= self._facts.st_size:
+            return Vote.CANNOT
+        both, old = min(part.stop, stop), memoryview(bytearray(PAGE))
+        step = max((both - part.start) // _SAMPLES, PAGE)
+        for start in range(part.start, both - PAGE + 1, step):
+            self.read_into(old, start)
+            if old == read(start, start + PAGE):
+                return Vote.GAINS
+        return Vote.CAN
+
+    def changed(self, part: FilePart, stop: int, read: Read, go_on: Callable[[], None]) -> Pages:
+        """Return which pages of a part have changed, or lie before a page that has, nearby."""
+        found, both = np.ones(_page_count(part, stop), np.bool_), min(part.stop, stop)
+        scratch = np.empty(_COMPARED, np.uint8)  # within the processor's cache
+        for low in range(part.start, both, _COMPARED):
+            go_on()
+            new = np.frombuffer(read(low, min(low + _COMPARED, both)), np.uint8)
+            old, first = scratch[: len(new)], (low - part.start) // PAGE
+            self.read_into(old.data, low)
+            pages = found[first : first - (-len(new) // PAGE)]
+            pages[:] = False
+            if not is_same(old.ctypes.data, new.ctypes.data, len(new)):
+                whole = len(new) // PAGE
+                differs = old != new
+                pages[:whole] = differs[: whole * PAGE].reshape(-1, PAGE).any(axis=1)
+                pages[whole:] = differs[whole * PAGE :].any()
+        found[(both - part.start) // PAGE :] |= part.stop != stop
+        for first, last in _runs(~found):
+            if last - first < _LEAST_GAP:
+                found[first:last] = True
+        return found
+
+    def chunks(
+        self, part: FilePart, stop: int, read: Read, pages: Pages
+    ) -> Iterator[OutgoingChunk]:
+        """Yield old XOR new of the changed pages of a part."""
+        for extents in _chunks(part, stop, pages):
+            data = np.zeros(sum(high - low for low, high in extents), np.uint8)
+            place = 0
+            for low, high in extents:
+                piece = data[place : place + high - low]
+                place += high - low
+                if low < stop:
+                    self.read_into(piece[: stop - low].data, low)
+                if low < part.stop:
+                    new = np.frombuffer(read(low, min(high, part.stop)), np.uint8)
+                    piece[: len(new)] ^= new
+            yield OutgoingChunk(data.data, partial(checksum, data.data))
+
+
+def _page_count(part: FilePart, stop: int) -> int:
+    return -(-(max(part.stop, stop) - part.start) // PAGE)
+
+
+def note_nbytes(parts: Sequence[FilePart], stops: Sequence[int]) -> int:
+    """Return the bytes of the note on which pages of some parts come: a bit for each page."""
+    return sum(-(-_page_count(*one) // 8) for one in zip(parts, stops, strict=True))
+
+
+def _runs(pages: Pages) -> Iterator[tuple[int, int]]:
+    """Yield first and last number, the latter not included, of each run of pages."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], pages, [False]]))).tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
+
+
+def _chunks(part: FilePart, stop: int, pages: Pages) -> Iterator[list[tuple[int, int]]]:
+    """Yield the extents of changed pages in a part, as many at a time as a chunk has."""
+    end, chunk, left = max(part.stop, stop), list[tuple[int, int]](), SMALL_CHUNK
+    for first, last in _runs(pages):
+        low, high = part.start + first * PAGE, min(part.start + last * PAGE, end)
+        while low < high:
+            cut = min(high, low + left)
+            chunk.append((low, cut))
+            low, left = cut, left - (cut - low)
+            if not left:
+                yield chunk
+                chunk, left = [], SMALL_CHUNK
+    if chunk:
+        yield chunk
+
+
+def sums_of(parts: Sequence[FilePart], reads: Sequence[Read], nbytes: int) -> Crcs:
+    """Return what parts add to the CRC32C of each block of the parity.
+
+    `reads`: for each of them, what returns the segment's bytes.
+    """
+    sums = np.zeros(-(-nbytes // BLOCK), "<u4")
+    for part, read in zip(parts, reads, strict=True):
+        stop = part.place + part.stop - part.start
+        edges = [part.place, *range((part.place // BLOCK + 1) * BLOCK, stop, BLOCK), stop]
+        starts, ends = np.array(edges[:-1]), np.array(edges[1:])
+        crcs = BlockChecksums(Blocks(starts, ends - starts, np.arange(len(edges))))
+        for low in range(part.start, part.stop, SMALL_CHUNK):
+            high = min(low + SMALL_CHUNK, part.stop)
+            crcs.add(part.place + low - part.start, read(low, high))
+        found = zip(starts.tolist(), ends.tolist(), crcs.result().tolist(), strict=True)
+        for start, end, crc in found:
+            block = start // BLOCK
+            block_start, block_end = block * BLOCK, min((block + 1) * BLOCK, nbytes)
+            sums[block] ^= _between_zeros(
+                crc, start - block_start, end - start, block_end - end
+            ) ^ _zeros_crc(block_end - block_start)
+    return sums
+
+
+def _between_zeros(crc: int, before: int, nbytes: int, behind: int) -> int:
+    """Return the CRC32C of bytes with zeros before and behind them, from that of the bytes."""
+    if before:
+        crc = combined(_zeros_crc(before), crc, nbytes)
+    return combined(crc, _zeros_crc(behind), behind) if behind else crc
+
+
+@lru_cache(maxsize=64)
+def _zeros_crc(nbytes: int) -> int:
+    return checksum(bytes(nbytes))
+
+
+# -- the receiver ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """What a receiver may begin with: a file of an earlier checkpoint on this node."""
+
+    local: LocalCheckpoint
+    file: EarlierFile
+    stops: Sequence[int]  # where each part of the plan ended in its segment then
+    nbytes: int  # of the file that the new one begins with
+
+
+def earlier_of(memory: JobMemory, plan: FilePlan, manifest: Manifest) -> Earlier | None:
+    """Return the same copy, or parity, of the newest replicated checkpoint that lies here."""
     local = newest_replicated(memory, manifest)
-    if local is None:
+    found = None if local is None else _same_file(local, plan)
+    if local is None or found is None:
         return None
-    found = names.segment_file(names.rank_of(file), local.manifest.save_id)
+    name, stops = found
     try:
-        descriptor = open_leased(local.segment_path(found))
+        file = EarlierFile(local.segment_path(name))
     except OSError:
         return None
-    try:
-        return EarlierCopy(descriptor, checksums_of(local, found), blocks)
-    except (OSError, ManifestInvalid):
-        end_lease(descriptor)
-        os.close(descriptor)
-        return None
+    nbytes = plan.nbytes if plan.stripe is not None else stops[0]
+    return Earlier(local=local, file=file, stops=stops, nbytes=nbytes)
+
+
+def _same_file(local: LocalCheckpoint, plan: FilePlan) -> tuple[str, Sequence[int]] | None:
+    """Return the name of a plan's file in another checkpoint, and where each part ended there."""
+    if plan.stripe is None:
+        try:
+            segment = local.manifest.segments.numbered(names.rank_of(plan.file))
+        except ValueError:
+            return None
+        return segment.file, [min(segment.nbytes, plan.nbytes)]
+    for file, record in local.stripes().items():
+        if _begin_alike(record.stripe, plan.stripe):
+            return file, [share.stop for share in record.stripe.shares]
+    return None
+
+
+def _begin_alike(one: Stripe, other: Stripe) -> bool:
+    """Return whether stripes differ at most in where their shares end."""
+    first, second = (
+        [(share.rank, share.start, share.place) for share in stripe.shares]
+        for stripe in (one, other)
+    )
+    return (one.keeper, one.nbytes, first) == (other.keeper, other.nbytes, second)
+
+
+class Deciding:
+    """Has the threads that receive a file from its senders decide what it begins as.
+
+    `is_reused`: the verdict: it begins as the earlier one.
+    """
+
+    def __init__(self, plan: FilePlan, earlier: Earlier | None, seconds: float) -> None:
+        """Describe the file; each thread waits for the others for so many seconds."""
+        self.is_reused = False
+        self.earlier = earlier
+        self._plan, self._seconds = plan, seconds
+        self._votes: list[int] = []
+        self._sums: list[Crcs] = []
+        self._memory = memoryview(b"")
+        self._barrier = threading.Barrier(len(plan.senders), self._decide)
+
+    def hear(self, channel: Channel, sender: int) -> int:
+        """Make a sender the offer, and return its vote."""
+        offer = Offer(len(self._plan.parts_from(sender)))
+        if self.earlier is not None:
+            offer.fill(self.earlier.local.manifest.save_id, self._stops_of(sender))
+        channel.send(offer.message).wait()
+        vote = bytearray(1)
+        channel.receive(vote).wait()
+        self._votes += vote
+        return vote[0]
+
+    def _stops_of(self, sender: int) -> list[int]:
+        assert self.earlier is not None
+        parts = zip(self._plan.parts, self.earlier.stops, strict=True)
+        return [stop for part, stop in parts if part.sender == sender]
+
+    def settle(self, channel: Channel, memory: memoryview) -> None:
+        """Wait for all votes, and tell a sender the verdict.
+
+        `memory`: of the new file; this fills it with the earlier one, or parity with zeros.
+        """
+        self._memory = memory
+        try:
+            self._barrier.wait(self._seconds)
+        except threading.BrokenBarrierError:
+            raise DcpMemError("another rank doesn't send its share of this parity") from None
+        channel.send(bytearray([self.is_reused])).wait()
+
+    def _decide(self) -> None:
+        """Called by the last thread, while the others wait."""
+        gains = Vote.CANNOT not in self._votes and Vote.GAINS in self._votes
+        if self.earlier is not None and gains:
+            nbytes = self.earlier.nbytes
+            try:
+                self.earlier.file.read_into(self._memory[:nbytes], 0)
+                np.frombuffer(self._memory, np.uint8)[nbytes:] = 0
+                self.is_reused = True
+                faults.point("replicate.reused")
+            except (OSError, EOFError) as error:
+                log.warning("what lies here of %s isn't used: %s", self._plan.file, error)
+        if not (self.is_reused or self._plan.is_copy):
+            np.frombuffer(self._memory, np.uint8)[:] = 0
+
+    def chunks(
+        self, sender: int, channel: Channel, add: Callable[[int, memoryview], None]
+    ) -> Iterator[IncomingChunk]:
+        """Yield what `EarlierSegment.chunks` and, of parity, `sums_of` send, after a note.
+
+        `add`: adds bytes to the file, by XOR, from a place on.
+        """
+        parts, stops = self._plan.parts_from(sender), self._stops_of(sender)
+        note, read = bytearray(note_nbytes(parts, stops)), 0
+        if note:
+            channel.receive(note).wait()
+        for part, stop in zip(parts, stops, strict=True):
+            count = _page_count(part, stop)
+            bits = np.frombuffer(note, np.uint8, -(-count // 8), read)
+            read += len(bits)
+            for extents in _chunks(part, stop, np.unpackbits(bits, count=count).astype(np.bool_)):
+                data = memoryview(bytearray(sum(high - low for low, high in extents)))
+                accept = partial(_add, add, data, extents, part.place - part.start)
+                yield IncomingChunk(data, partial(checksum, data), accept)
+        if self._plan.stripe is not None:
+            sums = bytearray(4 * -(-self._plan.nbytes // BLOCK))
+            accept = partial(self._sums.append, np.frombuffer(sums, "<u4"))
+            yield IncomingChunk(sums, partial(checksum, memoryview(sums)), accept)
+
+    def expected(self) -> Crcs:
+        """Return the CRC32C of each block of the XOR of what all senders have."""
+        nbytes = self._plan.nbytes
+        zeros = [_zeros_crc(min(BLOCK, nbytes - start)) for start in range(0, nbytes, BLOCK)]
+        found: Crcs = np.bitwise_xor.reduce(self._sums, axis=0) ^ np.array(zeros, "<u4")
+        return found
+
+    def fail(self) -> None:
+        """Have the other threads fail as well, which wait for this one."""
+        self._barrier.abort()
+
+    def close(self) -> None:
+        """Let the earlier file be recycled."""
+        if self.earlier is not None:
+            self.earlier.file.close()
+            self.earlier = None
+
+
+def _add(
+    add: Callable[[int, memoryview], None],
+    data: memoryview,
+    extents: Sequence[tuple[int, int]],
+    shift: int,
+) -> None:
+    place = 0
+    for low, high in extents:
+        add(low + shift, data[place : place + high - low])
+        place += high - low

@@ -72,12 +72,13 @@ class FilePlan:
         """Return the segments whose checksums a rank sends after its parts.
 
         With parity they are those of the segments that it is the parity of; with a segment that is
-        rebuilt from parity, those of the segment.
+        copied, or rebuilt from parity, those of the segment.
         """
         files = [part.file for part in self.parts_from(sender)]
         if self.stripe is not None:
             return list(dict.fromkeys(files))
-        return [self.file] if any(map(names.PARITY.fullmatch, files)) else []
+        is_told = self.is_copy or any(map(names.PARITY.fullmatch, files))
+        return [self.file] if files and is_told else []
 
 
 @lru_cache(maxsize=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from dcp_mem.comm.collectives import Channel
-from dcp_mem.comm.transfer import OutgoingChunk, Reduced
+from dcp_mem.comm.transfer import CHUNK, Amount, OutgoingChunk
 from dcp_mem.common import faults
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
-from dcp_mem.format.checksums import BlockChecksums, Crcs, block_count, blocks_of, checksum
+from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.checkpoint import check_unchanged, checksums_of, has_checksums
 from dcp_mem.memory.job import JobMemory
@@ -26,112 +26,100 @@ from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.views import fill, lent
 from dcp_mem.policy.pieces import Extent
-from dcp_mem.replicating.earlier import Cut, Told, cuts_of, reduced
-from dcp_mem.replicating.earlier_parity import (
-    EarlierSegment,
-    Offer,
-    Vote,
-    begins_as_earlier,
-    sums_of,
-    vote,
-)
+from dcp_mem.replicating.earlier import PAGE, EarlierSegment, Offer, Read, Vote, sums_of
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
-Read = Callable[[int, int], memoryview]
-_NO_ITEMS = np.zeros(0, "<i8"), np.zeros(0, "<i8")
-
-
-def _leave_alone(memory: memoryview) -> None:
-    return
-
 
 class OutgoingFiles:
-    """The files that this rank sends from, opened as they are needed, and leased until `close`."""
+    """The files that this rank sends from, opened as they are needed, and leased until `close`.
+
+    `reused`: what needn't be sent of them.
+    """
 
     def __init__(self, memory: JobMemory, task: ReplicationTask, tables: SegmentTables) -> None:
         self._memory, self._task, self._tables = memory, task, tables
         self._directory = memory.checkpoint_directory(task.manifest.name)
         self._files: dict[str, OutgoingFile] = {}
+        self.reused: list[Amount] = []
         self._earlier: dict[str, EarlierSegment] = {}
         self._opening = threading.Lock()
         self._resources = ExitStack()
 
-    def told(self, plan: FilePlan) -> Told | Offer | None:
-        """Return what the receiver fills in with what it has; None where it has nothing to tell."""
-        if begins_as_earlier(plan):
-            return Offer(len(plan.parts_from(self._task.ranks.rank)))
-        if not plan.is_copy:
-            return None
-        return Told(block_count(self._tables[plan.file].lengths))
-
     def chunks(
         self,
         plan: FilePlan,
-        told: Told | Offer | None,
+        offer: Offer | None,
         channel: Channel,
-        register: Callable[[memoryview], None] = _leave_alone,
+        register: Callable[[memoryview], None],
+        go_on: Callable[[], None],
     ) -> Iterator[OutgoingChunk]:
         """Yield all that this rank sends for a plan: its parts, then checksums of segments.
 
-        `register`: called with memory that chunks lie in, before any of them.
+        `offer`: what this rank has voted on; None where nothing is decided. `register`: called with
+        memory that chunks lie in, before any of them. `go_on`: raises where the rest isn't wanted
+        any more.
         """
-        rank = self._task.ranks.rank
-        if isinstance(told, Offer) and vote(channel, self._vote(plan, told)):
-            chunks = self._differences(plan, told)
+        verdict = bytearray(1)
+        if offer is not None:
+            channel.receive(verdict).wait()
+        if offer is not None and verdict[0]:
+            chunks = self._differences(plan, offer, channel, go_on)
         else:
-            chunks = self._parts(plan, told, register)
+            chunks = self._parts(plan, register)
         for chunk in chunks:
             yield chunk
             faults.point("replicate.chunk")
-        for name in plan.checksums_from(rank):
+        # Last: without them, nobody seals a copy of damaged bytes.
+        for name in plan.checksums_from(self._task.ranks.rank):
             data = bytearray(self.checksums(name, plan).tobytes())
             if data:
                 yield OutgoingChunk(data, partial(checksum, memoryview(data)))
 
     def _parts(
-        self, plan: FilePlan, told: Told | Offer | None, register: Callable[[memoryview], None]
+        self, plan: FilePlan, register: Callable[[memoryview], None]
     ) -> Iterator[OutgoingChunk]:
         for part in plan.parts_from(self._task.ranks.rank):
             file = self.open(part.file, plan)
             register(file.mapped[part.start : part.stop])
-            if isinstance(told, Told):
-                # Before the last chunk: without that, nobody seals a copy of damaged bytes.
-                check = partial(self._check_unchanged, part.file, file)
-                yield from file.copied_chunks(told, check)
-            else:
-                yield from file.chunks(part.start, part.stop, SMALL_CHUNK)
+            yield from file.chunks(part.start, part.stop, CHUNK if plan.is_copy else SMALL_CHUNK)
 
-    def _vote(self, plan: FilePlan, offer: Offer) -> Vote:
-        """Return what this rank says to an offer: whether all of its shares are here, and gain."""
+    def vote(self, plan: FilePlan, offer: Offer) -> Vote:
+        """Return what this rank says to an offer: whether all of its parts are here, and gain."""
         if not offer.save_id:
             return Vote.CANNOT
+        votes = []
         try:
-            votes = self._votes(plan, offer)
+            for part, stop in zip(plan.parts_from(self._task.ranks.rank), offer.stops, strict=True):
+                earlier = self._earlier_segment(part.file, offer.save_id)
+                if plan.is_copy and earlier.is_at(os.path.join(self._directory, part.file)):
+                    return Vote.SHARES
+                votes.append(earlier.vote(part, stop, self.open(part.file, plan).read))
         except (OSError, EOFError):  # it has been evicted, or somebody has cut it off
             return Vote.CANNOT
         return Vote.CANNOT if Vote.CANNOT in votes else max(votes)
 
-    def _votes(self, plan: FilePlan, offer: Offer) -> Sequence[Vote]:
-        votes = []
-        for part, stop in zip(plan.parts_from(self._task.ranks.rank), offer.stops, strict=True):
-            earlier = self._earlier_segment(part.file, offer.save_id)
-            votes.append(earlier.vote(part, stop, self.open(part.file, plan).read))
-        return votes
-
-    def _differences(self, plan: FilePlan, offer: Offer) -> Iterator[OutgoingChunk]:
+    def _differences(
+        self, plan: FilePlan, offer: Offer, channel: Channel, go_on: Callable[[], None]
+    ) -> Iterator[OutgoingChunk]:
         parts = plan.parts_from(self._task.ranks.rank)
         reads = [self.open(part.file, plan).read for part in parts]
-        for part, stop, read in zip(parts, offer.stops, reads, strict=True):
-            yield from self._earlier_segment(part.file, offer.save_id).chunks(part, stop, read)
-        sums = bytearray(sums_of(parts, reads, plan.nbytes).tobytes())
-        yield OutgoingChunk(sums, partial(checksum, memoryview(sums)))
+        old = [self._earlier_segment(part.file, offer.save_id) for part in parts]
+        found = list(zip(old, parts, offer.stops, reads, strict=True))
+        pages = [one.changed(part, stop, read, go_on) for one, part, stop, read in found]
+        note = bytearray(b"".join(np.packbits(one).tobytes() for one in pages))
+        if note:
+            channel.send(note).wait()
+        unchanged = PAGE * sum(int(np.count_nonzero(~one)) for one in pages)
+        self.reused.append(Amount(reused_nbytes=unchanged))
+        for (one, part, stop, read), changed in zip(found, pages, strict=True):
+            yield from one.chunks(part, stop, read, changed)
+        if plan.stripe is not None:
+            sums = bytearray(sums_of(parts, reads, plan.nbytes).tobytes())
+            yield OutgoingChunk(sums, partial(checksum, memoryview(sums)))
 
     def _earlier_segment(self, file: str, save_id: str) -> EarlierSegment:
-        """Return a rank's segment in an earlier checkpoint.
-
-        Raises OSError.
-        """
+        """Return a rank's segment in an earlier checkpoint."""
         name = names.segment_file(names.rank_of(file), save_id)
         with self._opening:
             if name not in self._earlier:
@@ -146,10 +134,7 @@ class OutgoingFiles:
             return self._earlier[name]
 
     def open(self, name: str, plan: FilePlan) -> OutgoingFile:
-        """Return a file of this node, to be sent for a plan.
-
-        Raises OSError, DcpMemError.
-        """
+        """Return a file of this node, to be sent for a plan."""
         with self._opening:
             if name not in self._files:
                 self._files[name] = self._opened(name, plan)
@@ -157,7 +142,7 @@ class OutgoingFiles:
 
     def checksums(self, name: str, plan: FilePlan) -> Crcs:
         """Return the checksums of a segment's blocks, which follow the parts of a plan."""
-        if plan.stripe is None:  # the segment is lost: its checksums are kept beside its parity
+        if plan.stripe is None and not plan.is_copy:  # it is lost: they lie beside its parity
             return self._kept_checksums(name)
         file = self.open(name, plan)
         self._check_unchanged(name, file)
@@ -239,11 +224,11 @@ class OutgoingFile:
         """
         self.nbytes, self.read, self._table = nbytes, read, table
         self.mapped = memoryview(mapped)
-        self.blocks = blocks_of(*_NO_ITEMS if table is None else (table.offsets, table.lengths))
-        self._checksums = None if table is None else BlockChecksums(self.blocks)
+        self._checksums = (
+            None if table is None else BlockChecksums(blocks_of(table.offsets, table.lengths))
+        )
         # Each extent is claimed by the first thread that sums it up; `_gaps` had no such thread.
         self._claimed: set[Extent] = set()
-        self._summed: set[Extent] = set()
         self._gaps: list[Extent] = []
         self._nbytes_left, self._is_broken = nbytes, False
         self._progress = threading.Condition()
@@ -253,29 +238,6 @@ class OutgoingFile:
         for low in range(start, stop, nbytes):
             data = self.read(low, min(low + nbytes, stop))
             yield OutgoingChunk(data, partial(self._chunk_crc, low, data))
-
-    def copied_chunks(self, told: Told, before_last: Callable[[], None]) -> Iterator[OutgoingChunk]:
-        """Yield all of the file, for a copy."""
-        for cut in cuts_of(self.blocks, self.nbytes):
-            if cut.stop == self.nbytes:
-                before_last()
-            data = self.read(cut.start, cut.stop)
-            is_noted = told.is_any and cut.note_nbytes
-            leave_out = partial(self._reduced, cut, data, told) if is_noted else None
-            yield OutgoingChunk(data, partial(self._chunk_crc, cut.start, data), leave_out)
-
-    def _reduced(self, cut: Cut, data: memoryview, told: Told) -> Reduced:
-        return reduced(self.blocks, cut, data, told.has(cut, self._crcs_of(cut, data)))
-
-    def _crcs_of(self, cut: Cut, data: memoryview) -> Crcs:
-        """Return the checksums of a chunk's blocks; another thread may be summing them up."""
-        assert self._checksums is not None
-        if (cut.start, cut.stop) in self._summed or self.is_summed:
-            return self._checksums.of(cut.first, cut.last)
-        blocks = self.blocks.between(cut.first, cut.last)
-        checksums = BlockChecksums(blocks)
-        checksums.add(cut.start, data)
-        return checksums.result()
 
     def _chunk_crc(self, start: int, data: memoryview) -> int:
         """Return a chunk's CRC32C; sum up its items as well, unless another thread does."""
@@ -294,7 +256,6 @@ class OutgoingFile:
         crc = self._checksums.add(start, data)
         with self._progress:
             self._nbytes_left -= len(data)
-            self._summed.add((start, start + len(data)))
             self._progress.notify_all()
         return crc
 
@@ -304,10 +265,7 @@ class OutgoingFile:
         return self._checksums is not None and not self._nbytes_left
 
     def table(self) -> ItemTable:
-        """Return the segment's items with their checksums, and compute those that are missing.
-
-        Raises EOFError, DcpMemError.
-        """
+        """Return the segment's items with their checksums, and compute those that are missing."""
         assert self._table is not None
         assert self._checksums is not None
         with self._progress:
@@ -329,10 +287,7 @@ class OutgoingFile:
             return replace(self._table, crc32c=self._checksums.result())
 
     def verify(self, known: Crcs) -> None:
-        """Raise DcpMemError unless the segment has these checksums.
-
-        Raises DcpMemError.
-        """
+        """Raise DcpMemError unless the segment has these checksums."""
         wrong = int(np.count_nonzero(self.table().crc32c != known))
         if wrong:
             raise DcpMemError(f"{wrong} of {len(known)} blocks of the copy here are damaged")
@@ -351,10 +306,7 @@ def _gaps(claimed: list[Extent], nbytes: int) -> list[Extent]:
 def of_slot(
     slot: Slot, path: str, nbytes: int, table: ItemTable, resources: ExitStack
 ) -> OutgoingFile:
-    """Return the segment in the slot that it was staged into.
-
-    Raises OSError.
-    """
+    """Return the segment in the slot that it was staged into."""
     # Under a lease nobody claims the slot, also not once the checkpoint has left memory.
     descriptor = _leased(path, resources)
     if os.fstat(descriptor).st_ino != slot.inode:
@@ -376,7 +328,7 @@ def of_slot(
 def of_file(path: str, nbytes: int, table: ItemTable | None, resources: ExitStack) -> OutgoingFile:
     """Return a file of a checkpoint on this node.
 
-    `table`: its items; None for what is no segment, or isn't sent as a whole. Raises OSError.
+    `table`: its items; None for what is no segment, or isn't sent as a whole.
     """
     descriptor = _leased(path, resources)
     mapped = lent(descriptor, 0, nbytes) if nbytes else memoryview(b"")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
@@ -16,10 +16,17 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.replicating.plan import FilePlan
-from dcp_mem.replicating.shared_copies import Sharing
 
 SMALL_CHUNK = 2 << 20
 """Bytes of a chunk that is added up from private memory, of which each sender takes a few."""
+
+
+def _no_slot(plan: FilePlan) -> Slot | str:
+    return "no slot was claimed"
+
+
+def _nothing() -> None:
+    return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +38,16 @@ class ReplicationTask:
     ranks: Ranks
     # the plans that this rank sends or receives for, in an order that all ranks share
     plans: Sequence[FilePlan]
-    # for each file that this rank receives, its slot, or why there is none
+    # for files that this rank receives, the slot, or why there is none
     slots: Mapping[str, Slot | str]
     own_slot: Slot | None  # the slot of this rank's own segment, if this process has staged it
     timeout: float
     transport: str  # what moves the bytes
-    # how segments of frozen items are shared with other nodes; None: they are copied
-    sharing: Sharing | None = None
+    # claims a slot for a file that isn't shared after all; or returns why there is none
+    claim: Callable[[FilePlan], Slot | str] = _no_slot
+    # save ids of checkpoints that turned out to hold stale frozen tensors of this rank
+    stale: frozenset[str] = frozenset()
+    on_replicated: Callable[[], None] = _nothing  # called once other nodes have all copies
     store: object = None  # keeps the store served that the ranks connect through
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -13,21 +14,19 @@ from functools import partial, reduce
 from dcp_mem.comm.agreement import Failures, joined
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.transfer import Amount, receive, refuse, send
-from dcp_mem.common import faults
+from dcp_mem.common import faults, files
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import DcpMemError, RankFailed
-from dcp_mem.format import names
 from dcp_mem.format.manifest import StripeRecord
+from dcp_mem.memory.checkpoint import checksums_of
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import SlotPool
-from dcp_mem.replicating.earlier import earlier_copy
-from dcp_mem.replicating.earlier_parity import Deciding, begins_as_earlier, earlier_parity
+from dcp_mem.replicating.earlier import Deciding, Offer, Vote, begins_as_earlier, earlier_of
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.receive import IncomingFile
 from dcp_mem.replicating.send import OutgoingFiles
-from dcp_mem.replicating.shared_copies import KnownCopy, Sharing, ask, number_of
 from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
 _LONGEST_ROUND = 5.0
@@ -47,7 +46,9 @@ class _Progress:
     is_cancelled: bool
     failures: Failures
     amount: Amount
-    in_full: frozenset[str]  # files that are to be made again, from all bytes of their shares
+    in_full: frozenset[str]  # files that are to be made again, from all bytes of their parts
+    # (save id, rank) of checkpoints that turned out to hold stale frozen tensors of a rank
+    stale: frozenset[tuple[str, int]]
 
     def join(self, other: _Progress) -> _Progress:
         return _Progress(
@@ -56,6 +57,7 @@ class _Progress:
             failures=joined(self.failures, other.failures),
             amount=self.amount.plus(other.amount),
             in_full=self.in_full | other.in_full,
+            stale=self.stale | other.stale,
         )
 
 
@@ -98,7 +100,7 @@ class Worker:
         4. Let readers in to the files that were sealed; give back the other slots.
         5. If anything failed, leave the ranks: their connections aren't used any more.
 
-        Parity that began as an earlier one, and turned out not to be right, is made again: all
+        A file that began as an earlier one, and turned out not to be right, is made again: all
         ranks do 1 and 2 for it once more.
         """
         self._guarded("replicating", lambda: faults.point("replicate.started"))
@@ -116,8 +118,8 @@ class Worker:
             self._give_back()
         if failures:
             self._ranks.leave("; ".join(text for _, text in failures))
-        elif self._task.sharing is not None:
-            self._task.sharing.on_replicated()
+        else:
+            self._task.on_replicated()
         return failures
 
     def _carry_out(self, plans: Sequence[FilePlan]) -> Failures:
@@ -159,9 +161,9 @@ class Worker:
             (f"sending to rank {receiver}", partial(self._send, receiver, sent))
             for receiver, sent in by_receiver.items()
         ]
-        for sender, files in by_sender.items():
+        for sender, received in by_sender.items():
             act = partial(self._receive, sender) if sender != own else self._add_own
-            acts.append((f"receiving from rank {sender}", partial(act, files)))
+            acts.append((f"receiving from rank {sender}", partial(act, received)))
         for what, work in acts:
             self._threads.append(daemon(partial(self._guarded, what, work), "dcp_mem-copy"))
 
@@ -170,106 +172,78 @@ class Worker:
             thread.join()
 
     def _file(self, plan: FilePlan) -> IncomingFile:
-        find = partial(earlier_copy, self._memory, self._manifest, plan.file)
-        slot = self._task.slots.get(plan.file, "no slot was claimed")
         deciding = None
         if begins_as_earlier(plan):
-            earlier = None
-            if plan.file not in self._in_full:
-                earlier = earlier_parity(self._memory, plan, self._manifest)
+            is_first = plan.file not in self._in_full
+            earlier = earlier_of(self._memory, plan, self._manifest) if is_first else None
             deciding = Deciding(plan, earlier, self._task.timeout)
-        return IncomingFile(plan, slot, self._tables, self._seal, find, deciding)
+        slot = self._task.slots.get(plan.file, "")
+        return IncomingFile(plan, slot, self._tables, self._seal, deciding)
 
     def _send(self, receiver: int, plans: Sequence[FilePlan]) -> None:
         with self._channel(self._rank, receiver) as channel:
             for plan in plans:
-                if self._is_shared(plan) and self._sharing.answer(channel):
-                    self._amounts.append(Amount(reused_nbytes=plan.nbytes))
-                    continue
-                told = self._outgoing.told(plan)
-                message = None if told is None else told.message
+                offer = None
+                if begins_as_earlier(plan):
+                    offer = Offer(len(plan.parts_from(self._rank)))
+                    channel.receive(offer.message).wait()
+                    vote = self._outgoing.vote(plan, offer)
+                    channel.send(bytearray([vote])).wait()
+                    if vote is Vote.SHARES:
+                        self._amounts.append(Amount(reused_nbytes=plan.nbytes))
+                        continue
                 with ExitStack() as registered:
 
                     def register(memory: memoryview, registered: ExitStack = registered) -> None:
                         registered.enter_context(channel.registered(memory))
 
-                    chunks = self._outgoing.chunks(plan, told, channel, register)
-                    self._amounts.append(send(channel, chunks, self._go_on, message))
+                    chunks = self._outgoing.chunks(plan, offer, channel, register, self._go_on)
+                    self._amounts.append(Amount(sent_nbytes=send(channel, chunks, self._go_on)))
 
     def _receive(self, sender: int, files: Sequence[IncomingFile]) -> None:
         with self._channel(sender, self._rank) as channel:
-            for file in files:
-                if self._is_shared(file.plan) and self._share(channel, file):
-                    continue
-                try:
+            try:
+                for file in files:
                     self._receive_file(channel, sender, file)
-                except BaseException:
+            except BaseException:
+                for file in files:
                     file.fail()
-                    raise
+                raise
 
     def _receive_file(self, channel: Channel, sender: int, file: IncomingFile) -> None:
+        if file.deciding is not None and file.deciding.hear(channel, sender) == Vote.SHARES:
+            self._link(file, file.deciding)
+            return
+        if not file.slot:
+            file.slot = self._task.claim(file.plan)
         try:
             file.begin()
         except DcpMemError as error:
             refuse(channel, str(error))
             raise
         with channel.registered(file.received_into):
-            chunks = file.chunks_from(sender, channel)
-            receive(channel, chunks, self._go_on, file.told(sender))
+            receive(channel, file.chunks_from(sender, channel), self._go_on)
         file.end()
 
-    # -- segments of frozen items ------------------------------------------------------------------
+    def _link(self, file: IncomingFile, deciding: Deciding) -> None:
+        """Give the earlier copy one more name, under the checksums that it was received with."""
+        faults.point("frozen.shared")
+        assert deciding.earlier is not None
+        earlier, name = deciding.earlier, file.plan.file
+        known = checksums_of(earlier.local, os.path.basename(earlier.file.path))
+        table = replace(self._tables[name], crc32c=known.crc32c)
+        link = partial(files.link, earlier.file.path)
+        self._memory.add_segment_copy(self._manifest, name, table, link)
+        file.is_finished = True
 
-    @property
-    def _sharing(self) -> Sharing:
-        assert self._task.sharing is not None
-        return self._task.sharing
-
-    def _is_shared(self, plan: FilePlan) -> bool:
-        return plan.is_second and self._task.sharing is not None
-
-    def _share(self, channel: Channel, file: IncomingFile) -> bool:
-        """Give the copy that lies here one more name; False where the segment has to be sent."""
-        held = self._sharing.copies.held(number_of(file.plan))
-        known, hold = (None, None) if held is None else held
-        try:
-            file.key, stale = ask(channel, known)
-            self._reject(stale, names.home_rank(number_of(file.plan)))
-            if known is not None and known.key == file.key:
-                faults.point("frozen.shared")
-                self._link(file, known)
-                file.is_finished = True
-                return True
-        finally:
-            if hold is not None:
-                hold.end()
-        if isinstance(file.slot, str):
-            file.slot = self._sharing.claim(file.plan)
-        return False
-
-    def _link(self, file: IncomingFile, known: KnownCopy) -> None:
-        def link(path: str) -> None:
-            if not self._slots.link(known.slot, known.claims, path):
-                raise DcpMemError("the copy that was to be shared is gone")
-
-        table = replace(self._tables[file.plan.file], crc32c=known.crcs)
-        self._memory.add_segment_copy(self._manifest, file.plan.file, table, link)
-
-    def _reject(self, save_ids: Sequence[str], rank: int) -> None:
-        """Mark checkpoints whose segment of frozen items turned out to be stale."""
-        for checkpoint in self._memory.checkpoints() if save_ids else ():
-            if checkpoint.manifest.save_id in save_ids and not checkpoint.rejected:
+    def _reject(self, stale: Mapping[str, int]) -> None:
+        """Mark checkpoints whose segment of frozen items turned out to be stale, by save id."""
+        for checkpoint in self._memory.checkpoints() if stale else ():
+            rank = stale.get(checkpoint.manifest.save_id)
+            if rank is not None and not checkpoint.rejected:
                 with suppress(FileNotFoundError):  # it has just been evicted
                     why = f"frozen tensors had changed unnoticed, on rank {rank}"
                     self._memory.reject(checkpoint, why)
-
-    def _keep_copies(self) -> None:
-        """Have later checkpoints share the copies of frozen items that have been received."""
-        for file in self._incoming:
-            if file.is_sealed and file.key and not isinstance(file.slot, str):
-                slot, crcs = file.slot, file.table().crc32c
-                known = KnownCopy(key=file.key, slot=slot, claims=slot.claims, crcs=crcs)
-                self._sharing.copies.keep(number_of(file.plan), known)
 
     def _add_own(self, files: Sequence[IncomingFile]) -> None:
         """Add the parts that this rank's own node has."""
@@ -289,19 +263,22 @@ class Worker:
     def _seal(self, file: IncomingFile) -> None:
         """Put an assembled file into the checkpoint, beside what verifies it."""
         faults.point("replicate.received")
-        plan, slot = file.plan, file.slot
+        plan, slot, wrong = file.plan, file.slot, file.sum_up()
         assert not isinstance(slot, str)
+        if wrong and file.is_reused:
+            log.warning("what lay here of %s, or what its sender had, is damaged", plan.file)
+            self._in_full.add(plan.file)
+            file.is_finished = True
+            return
+        if wrong:
+            raise DcpMemError(
+                f"{wrong} of {len(file.crcs)} blocks of {plan.file} haven't come as they were saved"
+            )
         seal = partial(self._slots.seal, slot)
         if plan.stripe is None:
             self._memory.add_segment_copy(self._manifest, plan.file, file.table(), seal)
         else:
-            crcs = file.crcs()
-            if not file.is_parity(crcs):
-                log.warning("the earlier parity of %s, or of a share, is damaged", plan.file)
-                self._in_full.add(plan.file)
-                file.is_finished = True
-                return
-            record = StripeRecord(self._manifest.save_id, plan.stripe, crcs)
+            record = StripeRecord(self._manifest.save_id, plan.stripe, tuple(file.crcs.tolist()))
             tables = file.stripe_tables()
             self._memory.add_parity(self._manifest, plan.file, record, tables, seal)
         file.is_sealed = file.is_finished = True
@@ -348,7 +325,7 @@ class Worker:
             if is_done:
                 self._note_unfinished()
                 self._keep_checksums()
-            amount = reduce(Amount.plus, list(self._amounts), Amount())
+            amount = reduce(Amount.plus, [*self._amounts, *self._outgoing.reused], Amount())
             failures = joined(tuple(self._failures), ())
             own = _Progress(
                 is_done=is_done,
@@ -356,11 +333,13 @@ class Worker:
                 failures=failures,
                 amount=amount,
                 in_full=frozenset(self._in_full),
+                stale=frozenset((save_id, self._rank) for save_id in self._task.stale),
             )
             progress = self._ranks.all_reduce(own, _Progress.join)
             if progress.is_cancelled:
                 self._cancelled.set()
             if progress.is_done:
+                self._guarded("rejecting", partial(self._reject, dict(progress.stale)))
                 self.amount, self._in_full = progress.amount, set(progress.in_full)
                 return progress.failures
 
@@ -390,7 +369,6 @@ class Worker:
         for file, slot in claimed.items():
             if not isinstance(slot, str):
                 (self._slots.share if file in sealed else self._slots.abandon)(slot)
-        self._guarded("keeping copies", self._keep_copies)
         for incoming in self._incoming:
             incoming.close()
         self._outgoing.close()

@@ -27,7 +27,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.format.layout import Columns
 from dcp_mem.memory.slot import Slot
-from dcp_mem.replicating.shared_copies import MOST_STALE, new_key
+from dcp_mem.memory.views import is_same
 from dcp_mem.runtime.layouts import PlanLayout
 
 ItemKey = tuple[str, tuple[int, ...]]
@@ -38,11 +38,10 @@ _SAMPLES = 1024
 _LEAST_SAMPLES = 8
 """Places to look at in each tensor, where it has so many bytes."""
 _PIECE = 16 << 20
+_MOST_STALE = 64
+"""Checkpoints that turned out to hold stale bytes, of which other nodes are told."""
 _COMPARED_EVERY = 8
 """Saves from one whole comparison to the next, where none goes to storage."""
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memcmp.restype = ctypes.c_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,6 @@ class FrozenSegment:
     # (name, save id) of checkpoints that share it since all bytes were last compared
     since: list[tuple[str, str]] = field(default_factory=list)
     is_stale: bool = False  # whether a comparison has found other bytes in the tensors
-    # of its bytes, by which other nodes know their copies
-    key: bytes = field(default_factory=new_key)
     is_replicated: bool = False  # whether the nodes that are to have copies have had them
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -138,7 +135,7 @@ class FrozenSegment:
         for start in range(0, nbytes, _PIECE):
             if not may_go_on():
                 return True
-            if _memcmp(address + start, copy + start, min(_PIECE, nbytes - start)):
+            if not is_same(address + start, copy + start, min(_PIECE, nbytes - start)):
                 return False
         return True
 
@@ -266,7 +263,7 @@ class FrozenSegments:
 
     def __init__(self) -> None:
         self.comparison = WholeComparison()
-        self.stale: deque[str] = deque(maxlen=MOST_STALE)
+        self.stale: deque[str] = deque(maxlen=_MOST_STALE)
         self._known: dict[object, FrozenSegment] = {}
         self._changes: dict[ItemKey, int] = {}
 

@@ -23,7 +23,6 @@ from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.replicator import Replicator
-from dcp_mem.replicating.shared_copies import SharedCopies
 from dcp_mem.runtime.agent_link import AgentLink
 from dcp_mem.runtime.frozen import FrozenSegments
 from dcp_mem.runtime.heap import GrownHeap
@@ -65,8 +64,7 @@ class Session:
     plans are laid out. `frozen`: segments of frozen tensors, for the next saves to share. `heap`:
     heap to give back to the system. `prefaulting`: makes slots ready between saves. `last_saves`:
     what the last saves have left for the next ones to go by. `numbers`: the numbers of saves, for
-    the next one's. `replicator`: has complete checkpoints copied to other nodes. `shared_copies`:
-    copies of other ranks' frozen tensors, for the next checkpoints to share. `publisher`: makes
+    the next one's. `replicator`: has complete checkpoints copied to other nodes. `publisher`: makes
     checkpoints COMPLETE on this node. `nodes`: on which nodes the job runs. `turns`: the order of
     the saves. `agent`: this process's link to the node's agent.
     """
@@ -89,7 +87,6 @@ class Session:
         self.last_saves = LastSaves()
         self.numbers = RunNumbers(self.memory)
         self.replicator = Replicator(self.memory, self.slots)
-        self.shared_copies = SharedCopies(self.slots)
         self.publisher = Publisher(self.memory, self.catalogs)
         self.nodes = JobNodes(self.memory.node)
         self.turns = Turns()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 
 from dcp_mem.comm import held_store
 from dcp_mem.common.log import log
@@ -19,8 +18,7 @@ from dcp_mem.memory.locks import end_lease, share
 from dcp_mem.policy.slots import capacity_for
 from dcp_mem.replicating.plan import file_plans, incoming, incoming_seconds
 from dcp_mem.replicating.replicator import Replication
-from dcp_mem.replicating.shared_copies import Sharing, number_of
-from dcp_mem.replicating.task import ReplicationTask, abandon_all
+from dcp_mem.replicating.task import ReplicationTask, abandon_all, newest_replicated
 from dcp_mem.runtime.topology import Topology
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.retention import apply_retention
@@ -110,15 +108,17 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
         plans = file_plans(
             topology.rank, topology.nodes, topology.domains, rooms, made, manifest.segments, seconds
         )
-        sharing = _sharing(context, completed)
+        earlier = newest_replicated(session.memory, manifest) if any(seconds) else None
+        had = set() if earlier is None else set(map(names.rank_of, earlier.segment_files()))
         slots = session.slots_for(
             plan
             for plan in plans
             if plan.receiver == topology.rank
             # A copy that lies here already is shared, as a rule.
-            and not (plan.is_second and sharing.copies.has(number_of(plan)))
+            and not (plan.is_second and names.rank_of(plan.file) in had)
         )
         unless_set_up.callback(abandon_all, session.slots, slots.values())
+        frozen = completed.staged.frozen
         task = ReplicationTask(
             call=manifest.save_id,
             manifest=manifest,
@@ -128,7 +128,9 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
             own_slot=completed.staged.slot,
             timeout=settings.replication_timeout,
             transport=settings.transport,
-            sharing=sharing,
+            claim=session.slot_for,
+            stale=frozenset(session.frozen.stale),
+            on_replicated=_nothing if frozen is None else frozen.filled.segment.note_replicated,
             store=held_store(),
         )
         unless_set_up.pop_all()
@@ -153,15 +155,8 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
     )
 
 
-def _sharing(context: SaveContext, completed: Completed) -> Sharing:
-    session, staged = context.session, completed.staged.frozen
-    sharing = Sharing(
-        stale=tuple(session.frozen.stale), copies=session.shared_copies, claim=session.slot_for
-    )
-    if staged is None:
-        return sharing
-    segment = staged.filled.segment
-    return replace(sharing, key=segment.key, on_replicated=segment.note_replicated)
+def _nothing() -> None:
+    return
 
 
 def _lease_on(context: SaveContext, manifest: Manifest) -> int:

@@ -14,11 +14,8 @@ import torch.distributed as dist
 from dcp_mem.comm import ranks_of
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.transfer import (
-    Amount,
     IncomingChunk,
     OutgoingChunk,
-    Reduced,
-    Refilled,
     receive,
     refuse,
     send,
@@ -127,73 +124,6 @@ def _listens_late() -> bool:
 def test_a_sender_hears_the_last_answer_however_late_it_listens() -> None:
     """As where the answer goes by another line than the chunk."""
     assert forked_ranks(_listens_late, 2, timeout=30) == [True, True]
-
-
-# -- what the receiver has already -----------------------------------------------------------------
-
-
-_HAD = 600
-"""Bytes at the beginning of each chunk that the receiver has."""
-
-
-def _send_rests(count: int) -> Amount:
-    """Send the rest of each chunk, once the receiver has said what it has."""
-    told = bytearray(3)
-
-    def reduced(number: int, data: bytearray) -> Reduced:
-        assert told == b"has"
-        return Reduced(bytearray([number]), [data[_HAD:800], data[800:]] if number else [])
-
-    def chunks() -> Iterator[OutgoingChunk]:
-        for number in range(count):
-            data = _data(number)
-            yield OutgoingChunk(
-                data, partial(checksum, memoryview(data)), partial(reduced, number, data)
-            )
-
-    amounts = list[Amount]()
-    _with_channel(lambda channel: amounts.append(send(channel, chunks(), told=told)))
-    return amounts[0]
-
-
-def _receive_rests(count: int, wrong: list[int]) -> tuple[str, list[int]]:
-    """Have all of the first chunk, and the beginnings of the others; wrong ones of some."""
-    came, accepted = [bytearray(_NBYTES) for _ in range(count)], list[int]()
-
-    def refill(number: int, note: bytearray) -> Refilled:
-        assert note == bytearray([number])
-        data, view = _data(number), memoryview(came[number])
-        if not number:
-            view[:] = data
-            return Refilled([], number not in wrong)
-        view[:_HAD] = data[:_HAD]
-        return Refilled([view[_HAD:800], view[800:]], number not in wrong)
-
-    def chunks() -> Iterator[IncomingChunk]:
-        for number, data in enumerate(came):
-            crc, accept = partial(checksum, memoryview(data)), partial(accepted.append, number)
-            yield IncomingChunk(data, crc, accept, note_nbytes=1, refill=partial(refill, number))
-
-    error = _with_channel(lambda channel: receive(channel, chunks(), tell=bytearray(b"has")))
-    assert came == [_data(number) for number in range(count)]
-    return error, accepted
-
-
-def _transfer_rests(count: int, wrong: list[int]) -> Any:
-    return _send_rests(count) if dist.get_rank() == 0 else _receive_rests(count, wrong)
-
-
-@pytest.mark.parametrize(
-    "wrong", [[], [0], [3], [0, 1, 2, 3, 4], [8], list(range(_COUNT))], ids=str
-)
-def test_what_the_receiver_has_is_sent_only_if_it_is_wrong(wrong: list[int]) -> None:
-    amount, (error, accepted) = forked_ranks(_transfer_rests, 2, _COUNT, wrong, timeout=30)
-    assert error == ""
-    assert sorted(accepted) == list(range(_COUNT))
-    rests = (_COUNT - 1) * (_NBYTES - _HAD)
-    assert amount.sent_nbytes == rests + len(wrong) * _NBYTES
-    had = [_NBYTES if not number else _HAD for number in range(_COUNT) if number not in wrong]
-    assert amount.reused_nbytes == sum(had)
 
 
 def _refuse() -> str:
