@@ -12,7 +12,7 @@
     plan          4. which items a rank reads
     load          5. read; another copy or an older checkpoint where bytes are damaged
     read             each segment from the nearest source: fetch, pending, payloads
-    shared_fetch     what several ranks need, fetched once; peers: sent between two ranks
+    shared_fetch     what several ranks need, read once; peers, neighbours: given to the others
     report        6. what came from where
     record        7. a line in `recoveries.jsonl`
     redundancy    8. lost copies and parity, made again; repair: what it shares with rebuild
