@@ -54,8 +54,7 @@ POINTS = (
     "export.shown",  # the export is there, and the agent doesn't know it
     "recover.surveyed",  # every rank knows what every node holds
     "recover.told",  # nodes that hold nothing of the checkpoint have its catalog
-    "load.window",  # the file of the node's window is there, and no rank has opened it
-    "load.batch",  # one batch from other nodes or from storage is in the node's window
+    "load.batch",  # bytes for several ranks, or of another node, are there
     "mend.begun",  # every node knows the checkpoint whose segments or copies are to be rebuilt
     "mend.done",  # lost segments have been rebuilt from parity
     "torchft.staged",  # a state for replicas that heal lies in memory

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.comm.agreement import Attempted, attempt, described
-from dcp_mem.errors import DcpMemError
+from dcp_mem.common import faults
+from dcp_mem.errors import DcpMemError, SegmentCorrupt
 from dcp_mem.format import names
-from dcp_mem.loading.describe import SharedFiles, share_description_files
 from dcp_mem.loading.load_attempt import LoadAttempt
-from dcp_mem.loading.locate import LocatedSources, locate
-from dcp_mem.loading.sources.base import Description, Source
+from dcp_mem.loading.sources.base import Description, DescriptionFiles, Source
+from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.sources.stored import StorageSource
+from dcp_mem.loading.survey import stored_findings
+from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.policy.election import ElectedCheckpoint
-from dcp_mem.storage.leases import ReadLease
+from dcp_mem.policy.order import newest_first
+from dcp_mem.storage import Storage
+from dcp_mem.storage.leases import ReadLease, read_lease
+
+SharedFiles = Attempted[DescriptionFiles] | None
+"""Description files that one rank has read for all, or its error.
+
+None where each rank reads its own: they lie in its memory, or each rank saved alone.
+"""
 
 
 class CannotOpen(DcpMemError):
@@ -60,9 +70,9 @@ def open_together(load: LoadAttempt, choice: ElectedCheckpoint) -> OpenCheckpoin
     Raises CannotOpen.
     """
     with ExitStack() as unless_opened:
-        located = attempt(lambda: unless_opened.enter_context(closing(locate(load, choice))))
+        located = attempt(lambda: unless_opened.enter_context(closing(_locate(load, choice))))
         memory = located.value.memory if located.error is None else None
-        files = share_description_files(load, choice, memory)
+        files = _share_files(load, choice, memory)
         opened = attempt(lambda: _open(load, choice, located.value, files))
         trouble = load.ranks.all_reduce((load.ranks.rank, _trouble(opened)), _first_trouble)[1]
         if trouble:
@@ -84,7 +94,7 @@ def _trouble(opened: Attempted[OpenCheckpoint]) -> str:
 
 
 def _open(
-    load: LoadAttempt, choice: ElectedCheckpoint, located: LocatedSources, files: SharedFiles
+    load: LoadAttempt, choice: ElectedCheckpoint, located: _Located, files: SharedFiles
 ) -> OpenCheckpoint:
     """Open a checkpoint on this rank."""
     description, sources, troubles = _described(located, files)
@@ -94,7 +104,7 @@ def _open(
 
 
 def _described(
-    located: LocatedSources, files: SharedFiles
+    located: _Located, files: SharedFiles
 ) -> tuple[Description, tuple[Source, ...], list[str]]:
     """Return what the checkpoint consists of, its usable sources, and troubles with the others.
 
@@ -127,3 +137,136 @@ def _described_by(source: Source, files: SharedFiles) -> Description:
     if files is not None and isinstance(source, StorageSource):
         return source.describe_by(files.value)
     return source.describe()
+
+
+# -- the sources that a rank sees ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """The sources of a checkpoint that this rank sees; not yet asked what it consists of."""
+
+    memory: MemorySource | None = None
+    stored: StorageSource | None = None
+    trouble: str = ""  # why memory or storage, which was to have the checkpoint, is no source
+    # keeps the checkpoint on storage, where its bytes come from there
+    lease: ReadLease | None = None
+
+    def close(self) -> None:
+        """Close what is open."""
+        for resource in (self.memory, self.stored, self.lease):
+            if resource is not None:
+                resource.close()
+
+
+def _locate(load: LoadAttempt, choice: ElectedCheckpoint) -> _Located:
+    """Return the sources of a checkpoint that this rank sees, under a lease where one is needed."""
+    # The lease first: once it is taken, we look whether the checkpoint is still committed.
+    located = _Located(lease=_take_lease(load, choice))
+    try:
+        memory, trouble = _locate_memory(load, choice)
+        located = replace(located, memory=memory, trouble=trouble)
+        return replace(located, stored=_locate_stored(load, choice))
+    except BaseException as error:
+        if located.memory is not None and isinstance(error, DcpMemError):
+            return replace(located, trouble=str(error))
+        located.close()
+        raise
+
+
+def _take_lease(load: LoadAttempt, choice: ElectedCheckpoint) -> ReadLease | None:
+    """Keep on storage what is to come from there; one rank does so for all."""
+    is_ours = load.ranks.rank == 0 and choice.save_id
+    if load.storage is None or not is_ours or choice.memory:
+        return None
+    return read_lease(load.storage, choice.name)
+
+
+def _locate_memory(load: LoadAttempt, choice: ElectedCheckpoint) -> tuple[MemorySource | None, str]:
+    """Return this node's memory as a source; None, and perhaps why, where it isn't one."""
+    checkpoint = _find_local(load, choice) if choice.memory or choice.holders else None
+    if checkpoint is None or load.memory is None:
+        return None, ""
+    try:
+        source = MemorySource(checkpoint, load.memory.node, load.damaged_ranks(checkpoint))
+    except DcpMemError as error:
+        return None, str(error)
+    if choice.holders is None and source.lacking:  # it was elected as whole on every node
+        source.close()
+        rank = min(source.lacking)
+        lacking = SegmentCorrupt(checkpoint.name, rank, source.label, source.lacking[rank])
+        return None, str(lacking)
+    return source, ""
+
+
+def _find_local(load: LoadAttempt, choice: ElectedCheckpoint) -> LocalCheckpoint | None:
+    for checkpoint in load.memory.find(choice.name) if load.memory is not None else ():
+        manifest = checkpoint.manifest
+        # A rank that saved alone has a save id of its own.
+        is_same_save = not load.is_collective or manifest.save_id == choice.save_id
+        if manifest.scope == load.search.scope and is_same_save:
+            return checkpoint
+    return None
+
+
+def _locate_stored(load: LoadAttempt, choice: ElectedCheckpoint) -> StorageSource | None:
+    if not choice.storage or load.storage is None:
+        return None
+    save_id = choice.save_id if load.is_collective else _own_save_id(load, load.storage, choice)
+    return StorageSource(load.storage, choice.name, save_id, load.search.scope)
+
+
+def _own_save_id(load: LoadAttempt, storage: Storage, choice: ElectedCheckpoint) -> str:
+    """Return the save id of what this rank saved alone under that name."""
+    found = stored_findings(storage, choice.name, load.search.scope)
+    sound = [finding for finding in found if not finding.problem]
+    newest = newest_first(sound, lambda finding: finding.place)
+    return newest[0].save_id if newest else choice.save_id
+
+
+# -- files for ranks that don't see the checkpoint -------------------------------------------------
+
+
+def _share_files(
+    load: LoadAttempt, choice: ElectedCheckpoint, memory: MemorySource | None
+) -> SharedFiles:
+    """Have one rank read the description files for all ranks.
+
+    It is one whose node has them in memory, or rank 0 for storage. All ranks call this together:
+    one broadcast; before it a gather, where rank 0's node doesn't have them in memory.
+    """
+    ranks, describing_rank = load.ranks, choice.teller
+    if not load.is_collective or (choice.memory and describing_rank is None):
+        return None
+    files: SharedFiles = None
+    if ranks.rank == (describing_rank or 0):
+        files = attempt(lambda: _read_files(load, choice, memory))
+        if files.error is not None and not isinstance(files.error, DcpMemError):
+            # It goes to other ranks: only our own errors can be sent.
+            files = Attempted(error=DcpMemError(described(files.error)))
+    if describing_rank:
+        files = next((sent for sent in ranks.gather(files) if sent is not None), None)
+    files = ranks.broadcast(files)
+    faults.point("recover.told")
+    return files
+
+
+def share_files_in_memory(load: LoadAttempt, choice: ElectedCheckpoint) -> SharedFiles:
+    """Do as `_share_files` does, for a checkpoint in memory that isn't open."""
+    memory, _ = _locate_memory(load, choice)
+    try:
+        return _share_files(load, choice, memory)
+    finally:
+        if memory is not None:
+            memory.close()
+
+
+def _read_files(
+    load: LoadAttempt, choice: ElectedCheckpoint, memory: MemorySource | None
+) -> DescriptionFiles:
+    if choice.teller is not None and memory is not None:
+        return memory.description_files()
+    if not choice.storage or load.storage is None:
+        raise DcpMemError("it has left memory")
+    source = StorageSource(load.storage, choice.name, choice.save_id, load.search.scope)
+    return source.description_files()

@@ -1,15 +1,20 @@
-"""Bytes that one rank alone needs of another node's memory: sent to it while all else goes on.
+"""One rank's part in a load of several: it reads, receives and gives pieces of segments.
 
-Each pair of ranks has a channel of its own for the length of a load. Pieces are checked before they
-leave, and when they come.
+Each pair of ranks on two nodes has a channel for the length of a load (`comm.transfer`), each pair
+on one node a socket (`neighbours.py`), and each direction a thread. What several ranks of a node
+need, one of them reads, or receives, and gives to the others at once. These wait for nothing else:
+so no ranks wait for each other in a circle, and a rank keeps a few chunks at a time.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,77 +22,158 @@ import numpy.typing as npt
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import described
 from dcp_mem.comm.collectives import Channel
+from dcp_mem.comm.peers import PeerLost
 from dcp_mem.comm.transfer import CHUNK, IncomingChunk, OutgoingChunk, receive, send
 from dcp_mem.common import faults
+from dcp_mem.common.parallel import in_parallel
+from dcp_mem.config import exchange_timeout
 from dcp_mem.errors import RankFailed
 from dcp_mem.format.checksums import checksum
+from dcp_mem.loading.fetch import Fetcher, fetch_all
+from dcp_mem.loading.neighbours import Door, Giver
 from dcp_mem.loading.pending import PendingItems
 from dcp_mem.loading.sources.memory import MemorySource
-from dcp_mem.policy.shares import LoadShare, PeerPiece
+from dcp_mem.policy.sharing import LoadShare, Piece
 
 Scratch = npt.NDArray[np.uint8]
+_AT_ONCE = 8
+"""Pieces that the ranks of a node read at once for each other."""
+_KEPT = 2
+"""Pieces that wait for a rank of another node to take them."""
+_MOST_SCRATCH, _LEAST_CHUNK = 64 << 20, 1 << 20
+"""Bytes of the chunks that come in turn from all nodes that pass on what they have read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPeers:
+    """The ranks that a rank loads with, and what a load has anew."""
+
+    ranks: Ranks
+    doors: Mapping[int, str]  # of the ranks of this node
+    nodes: int  # how many there are
+    token: str
+    transport: str  # what moves bytes between nodes
+    memory: MemorySource | None  # what this rank's node has of the checkpoint
+    is_held: Callable[[str], bool]  # whether some node has a segment in memory
 
 
 class PeerTransfer:
-    """The transfers of one rank to and from other ranks, in threads.
+    """The transfers of one rank to and from other ranks.
 
     Errors are kept: which rank's fault they are is known when all threads have ended.
     """
 
     def __init__(
         self,
-        ranks: Ranks,
-        token: str,
-        memory: MemorySource | None,
+        peers: LoadPeers,
+        door: Door | None,
+        share: LoadShare,
+        fetcher: Fetcher,
         pending: PendingItems,
-        *,
-        transport: str,
     ) -> None:
-        """Prepare a transfer; nothing is sent yet.
-
-        `pending`: the items that received bytes are for. `transport`: what moves the bytes.
-        """
-        self._transport = transport
-        self._ranks, self._token, self._memory, self._pending = ranks, token, memory, pending
-        self._own_errors: list[Exception] = []
-        self._broken_channels: list[tuple[int, str]] = []
+        self._peers, self._door, self._share = peers, door, share
+        self._fetcher, self._pending = fetcher, pending
+        self._rank = peers.ranks.rank
+        to, self._origins = dict[int, list[Piece]](), dict[int, list[Piece]]()
+        for piece in share.pieces:
+            for rank in piece.to:
+                to.setdefault(rank, []).append(piece)
+            if piece.origin is not None:
+                self._origins.setdefault(piece.origin, []).append(piece)
+        self._far = {rank: pieces for rank, pieces in to.items() if rank not in peers.doors}
+        # By neighbour: the number of each piece, of those that it gets from this rank.
+        self._numbers = {
+            rank: {piece[:2]: number for number, piece in enumerate(pieces)}
+            for rank, pieces in to.items()
+            if rank in peers.doors
+        }
+        # What was read and waits to be sent, by the rank of another node that gets it.
+        self._waiting = {rank: deque[_ReadPiece]() for rank in self._far}
         self._channels: list[Channel] = []
-        self._stopped = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._changed, self._has_stopped = threading.Condition(), False
+        self._own_error: Exception | None = None
+        self._broken: list[tuple[int, str]] = []
 
-    def start(self, share: LoadShare) -> None:
-        """Start the threads that do a share: one for each peer and direction.
-
-        Where one can't be started, that is kept as an error of this rank, and nothing is sent.
-        """
-        rank = self._ranks.rank
-        acts = [partial(self._send, rank, peer, pieces) for peer, pieces in _by_peer(share.sends)]
-        acts += [
-            partial(self._receive, peer, rank, pieces) for peer, pieces in _by_peer(share.receives)
+    def run(self) -> None:
+        """Do this rank's share; return when all of it has ended."""
+        acts: list[tuple[int, Callable[[], None]]] = [
+            (rank, partial(self._send, rank, pieces)) for rank, pieces in self._far.items()
         ]
-        for index, act in enumerate(acts):
-            thread = threading.Thread(target=act, name="dcp_mem-pass", daemon=True)
-            self._threads.append(thread)
-            try:
-                thread.start()
-            except Exception as error:
-                self._own_errors.append(error)
-                self.stop()
-                for left in acts[index:]:  # their peers learn of it as the channels close
-                    left()
-                return
-
-    def join(self) -> None:
-        """Wait until the threads have ended."""
-        for thread in self._threads:
-            if thread.is_alive():  # one that couldn't be started isn't
+        acts += [
+            (
+                rank,
+                partial(self._take if rank in self._peers.doors else self._receive, rank, pieces),
+            )
+            for rank, pieces in self._origins.items()
+        ]
+        if self._numbers:
+            acts.append((self._rank, self._welcome))
+        threads = list[threading.Thread]()
+        try:
+            for number, (peer, act) in enumerate(acts):
+                thread = threading.Thread(
+                    target=self._guarded, args=(peer, act), name="dcp_mem-pass", daemon=True
+                )
+                try:
+                    thread.start()
+                except Exception as error:
+                    self._stop(own=error)
+                    for left in acts[number:]:  # their peers learn of it as connections close
+                        self._guarded(*left)
+                    return
+                threads.append(thread)
+            self._guarded(self._rank, self._read)
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            for thread in threads:
                 thread.join()
+            if self._door is not None:
+                self._door.close()
+            self._close_channels()
 
-    def stop(self) -> None:
-        """Have the threads end before their next piece: the load has failed on this rank."""
-        self._stopped.set()
+    def raise_own(self) -> None:
+        """Raise what went wrong on this rank."""
+        if self._own_error is not None:
+            raise self._own_error
 
-    def close(self) -> None:
+    def raise_broken(self) -> None:
+        """Raise for connections that broke, though no rank has failed.
+
+        Raises RankFailed.
+        """
+        if self._broken:
+            raise RankFailed("sharing what several ranks load", self._broken)
+
+    # -- how it ends -------------------------------------------------------------------------------
+
+    def _guarded(self, peer: int, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except _OwnError as error:
+            self._stop(own=error.cause)
+        except PeerLost as error:
+            self._stop(broken=(error.rank, error.text))
+        except Exception as error:
+            self._stop(broken=(peer, described(error).split("\n")[0]))
+
+    def _stop(self, *, own: Exception | None = None, broken: tuple[int, str] | None = None) -> None:
+        """End all that goes on, for the first thing that goes wrong: the rest follows from it."""
+        with self._changed:
+            if self._has_stopped:
+                return
+            self._has_stopped, self._own_error = True, own
+            self._broken += [broken] if broken is not None else []
+            self._changed.notify_all()
+        if self._door is not None:
+            self._door.close()
+
+    def _raise_if_stopped(self) -> None:
+        if self._has_stopped:
+            raise _LoadFailed("the load has failed elsewhere")
+
+    def _close_channels(self) -> None:
         """Close the channels in the background: gloo takes a while for each."""
         channels, self._channels = self._channels, []
         if not channels:
@@ -97,110 +183,175 @@ class PeerTransfer:
         except RuntimeError:  # there can't be any more threads
             _close(channels)
 
-    def raise_own(self) -> None:
-        """Raise what went wrong on this rank."""
-        if self._own_errors:
-            raise self._own_errors[0]
+    # -- from storage ------------------------------------------------------------------------------
 
-    def raise_broken(self) -> None:
-        """Raise for channels that broke, though no rank has failed.
+    def _read(self) -> None:
+        """Read from storage, first what others wait for; hand that on."""
+        pieces = [
+            piece
+            for piece in self._share.pieces
+            if piece.origin is None and not self._peers.is_held(piece.file)
+        ]
+        at_once = max(1, _AT_ONCE // len(self._peers.doors))
+        for read in in_parallel(self._read_one, pieces, at_once=at_once):
+            for rank in read.piece.to:
+                if rank in self._far:
+                    self._put(self._waiting[rank], read)
+        with _as_own_error():
+            fetch_all(self._fetcher, self._pending, self._share.alone)
 
-        Raises RankFailed.
-        """
-        if self._broken_channels:
-            raise RankFailed("passing on what lies in memory", self._broken_channels)
-
-    # -- threads -----------------------------------------------------------------------------------
-
-    def _send(self, sender: int, receiver: int, pieces: Sequence[PeerPiece]) -> None:
-        outgoing = self._outgoing(pieces)
-        self._on_channel(
-            sender, receiver, lambda channel: send(channel, outgoing, self._raise_if_stopped)
+    def _read_one(self, piece: Piece) -> _ReadPiece:
+        self._raise_if_stopped()
+        scratch = np.empty(piece.stop - piece.start, np.uint8)
+        with _as_own_error():
+            self._fetcher.fetch(piece.file, piece.start, [scratch.data])
+        self._give(piece, piece.start, scratch.data)
+        with _as_own_error():
+            self._pending.take(piece.file, piece.start, piece.stop, scratch.ctypes.data)
+            faults.point("load.batch")
+        is_sent = any(rank in self._far for rank in piece.to)
+        cuts = self._cut(piece) if is_sent else ()
+        return _ReadPiece(
+            piece, scratch.data, [checksum(scratch.data[slice(*one)]) for one in cuts]
         )
 
-    def _receive(self, sender: int, receiver: int, pieces: Sequence[PeerPiece]) -> None:
-        incoming = self._incoming(pieces)
+    def _put(self, line: deque[_ReadPiece], read: _ReadPiece) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_stopped or len(line) < _KEPT)
+            self._raise_if_stopped()
+            line.append(read)
+            self._changed.notify_all()
+
+    def _next_of(self, line: deque[_ReadPiece]) -> _ReadPiece:
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_stopped or line)
+            self._raise_if_stopped()
+            self._changed.notify_all()
+            return line.popleft()
+
+    def _cut(self, piece: Piece) -> list[tuple[int, int]]:
+        """Return a piece's chunks, counted from its start: the same on both ranks."""
+        nbytes, whole = CHUNK, piece.stop - piece.start
+        if not self._peers.is_held(piece.file):  # then as many nodes may send as there are
+            nbytes = min(CHUNK, max(_MOST_SCRATCH // self._peers.nodes, _LEAST_CHUNK))
+        return [(low, min(low + nbytes, whole)) for low in range(0, whole, nbytes)]
+
+    # -- between nodes -----------------------------------------------------------------------------
+
+    def _send(self, receiver: int, pieces: Sequence[Piece]) -> None:
+        chunks = self._outgoing(receiver, pieces)
         self._on_channel(
-            sender, receiver, lambda channel: receive(channel, incoming, self._raise_if_stopped)
+            self._rank, receiver, lambda channel: send(channel, chunks, self._raise_if_stopped)
+        )
+
+    def _receive(self, sender: int, pieces: Sequence[Piece]) -> None:
+        chunks = self._incoming(pieces)
+        self._on_channel(
+            sender, self._rank, lambda channel: receive(channel, chunks, self._raise_if_stopped)
         )
 
     def _on_channel(self, sender: int, receiver: int, act: Callable[[Channel], object]) -> None:
         """Use the channel to a peer; close it if that fails, so that the peer doesn't wait."""
-        peer = receiver if sender == self._ranks.rank else sender
-        channel: Channel | None = None
+        peers = self._peers
+        channel = peers.ranks.channel(sender, receiver, peers.token, peers.transport)
         try:
-            channel = self._ranks.channel(sender, receiver, self._token, self._transport)
             act(channel)
-            self._channels.append(channel)
-            return
-        except _OwnError as error:
-            self._own_errors.append(error.cause)
-        except Exception as error:
-            self._broken_channels.append((peer, described(error).split("\n")[0]))
-        if channel is not None:
+        except BaseException:
             channel.close()
+            raise
+        self._channels.append(channel)
 
-    def _raise_if_stopped(self) -> None:
-        if self._stopped.is_set():
-            raise _LoadFailed("the load has failed elsewhere")
+    def _outgoing(self, receiver: int, pieces: Sequence[Piece]) -> Iterator[OutgoingChunk]:
+        memory = self._peers.memory
+        for piece in pieces:
+            if self._peers.is_held(piece.file):
+                for low, high in self._cut(piece):
+                    with _as_own_error():
+                        assert memory is not None
+                        start, stop = piece.start + low, piece.start + high
+                        data, crc = memory.checked(piece.file, start, stop)
+                    yield OutgoingChunk(data, partial(int, crc))
+            else:
+                read = self._next_of(self._waiting[receiver])
+                for (low, high), crc in zip(self._cut(piece), read.crcs, strict=True):
+                    yield OutgoingChunk(read.data[low:high], partial(int, crc))
 
-    def _outgoing(self, pieces: Sequence[PeerPiece]) -> Iterator[OutgoingChunk]:
-        for file, start, stop in _chunks(pieces):
-            with _as_own_error():
-                assert self._memory is not None
-                data, crc = self._memory.checked(file, start, stop)
-            yield OutgoingChunk(data, partial(int, crc))
-
-    def _incoming(self, pieces: Sequence[PeerPiece]) -> Iterator[IncomingChunk]:
+    def _incoming(self, pieces: Sequence[Piece]) -> Iterator[IncomingChunk]:
         """Yield where chunks go: into the tensor that takes them all, else into scratch memory."""
         free: list[Scratch] = []
-        for file, start, stop in _chunks(pieces):
-            data = self._pending.place_for(file, start, stop)
-            if data is not None:
-                accept = partial(self._mark_received, file, start, stop)
-            else:
-                scratch = free.pop() if free else np.empty(CHUNK, np.uint8)
-                data = memoryview(scratch.data).cast("B")[: stop - start]
-                accept = partial(self._take, file, start, stop, scratch, free)
-            yield IncomingChunk(data, partial(checksum, data), accept)
-            faults.point("load.batch")
+        for piece in pieces:
+            for low, high in self._cut(piece):
+                start, stop = piece.start + low, piece.start + high
+                data = None if piece.to else self._pending.place_for(piece.file, start, stop)
+                if data is not None:
+                    accept = partial(self._mark_received, piece.file, start, stop)
+                else:
+                    scratch = free.pop() if free else np.empty(CHUNK, np.uint8)
+                    data = scratch.data[: stop - start]
+                    accept = partial(self._accept, piece, start, data, scratch, free)
+                yield IncomingChunk(data, partial(checksum, data), accept)
+                faults.point("load.batch")
 
     def _mark_received(self, file: str, start: int, stop: int) -> None:
         with _as_own_error():
             self._pending.mark_received(file, start, stop)
 
-    def _take(
-        self, file: str, start: int, stop: int, scratch: Scratch, free: list[Scratch]
+    def _accept(
+        self, piece: Piece, start: int, data: memoryview, scratch: Scratch, free: list[Scratch]
     ) -> None:
+        self._give(piece, start, data)
         with _as_own_error():
-            self._pending.take(file, start, stop, scratch.ctypes.data)
+            self._pending.take(piece.file, start, start + len(data), scratch.ctypes.data)
         free.append(scratch)
 
+    # -- on the node -------------------------------------------------------------------------------
 
-@contextmanager
-def peer_transfer(
-    ranks: Ranks,
-    token: str,
-    share: LoadShare,
-    memory: MemorySource | None,
-    pending: PendingItems,
-    *,
-    transport: str,
-) -> Iterator[PeerTransfer]:
-    """Send and receive this rank's share in threads, which have ended when the context ends.
+    def _welcome(self) -> None:
+        assert self._door is not None
+        self._door.welcome(self._peers.token.encode(), self._numbers.keys(), exchange_timeout())
 
-    `pending`: the items that received bytes are for. `transport`: what moves the bytes.
-    """
-    transfer = PeerTransfer(ranks, token, memory, pending, transport=transport)
-    try:
-        transfer.start(share)
-        yield transfer
-    except BaseException:
-        transfer.stop()
-        raise
-    finally:
-        transfer.join()
-        transfer.close()
+    def _give(self, piece: Piece, start: int, data: memoryview) -> None:
+        """Give neighbours what this rank has got of a piece."""
+        for rank in piece.to:
+            if rank in self._numbers:
+                assert self._door is not None
+                number = self._numbers[rank][piece[:2]]
+                self._door.give(rank, number, start - piece.start, data)
+
+    def _take(self, origin: int, pieces: Sequence[Piece]) -> None:
+        """Take what a neighbour gives."""
+        token = self._peers.token.encode()
+        giver = Giver(origin, self._peers.doors[origin], token, self._rank, exchange_timeout())
+        left, scratch = sum(piece.stop - piece.start for piece in pieces), bytearray()
+        with closing(giver):
+            while left:
+                self._raise_if_stopped()
+                number, offset, nbytes = giver.header()
+                file, start, stop, *_ = pieces[number]
+                low, high = start + offset, start + offset + nbytes
+                if not start <= low < high <= stop:
+                    raise PeerLost(origin, "it speaks otherwise")
+                data = self._pending.place_for(file, low, high)
+                is_direct = data is not None
+                if data is None:
+                    scratch = scratch if len(scratch) >= nbytes else bytearray(nbytes)
+                    data = memoryview(scratch)[:nbytes]
+                giver.receive(data)
+                with _as_own_error():
+                    if is_direct:
+                        self._pending.mark_received(file, low, high)
+                    else:
+                        address = np.frombuffer(data, np.uint8).ctypes.data
+                        self._pending.take(file, low, high, address)
+                left -= nbytes
+
+
+class _ReadPiece(NamedTuple):
+    """A piece that was read from storage, and the CRC32C of each chunk that goes to other nodes."""
+
+    piece: Piece
+    data: memoryview
+    crcs: Sequence[int]
 
 
 class _LoadFailed(Exception):
@@ -208,7 +359,7 @@ class _LoadFailed(Exception):
 
 
 class _OwnError(Exception):
-    """Something that went wrong on this rank, and not with the channel."""
+    """Something that went wrong on this rank, and not with a connection."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -226,16 +377,3 @@ def _as_own_error() -> Iterator[None]:
 def _close(channels: Sequence[Channel]) -> None:
     for channel in channels:
         channel.close()
-
-
-def _by_peer(pieces: Sequence[PeerPiece]) -> list[tuple[int, list[PeerPiece]]]:
-    found: dict[int, list[PeerPiece]] = {}
-    for piece in pieces:
-        found.setdefault(piece.peer, []).append(piece)
-    return list(found.items())
-
-
-def _chunks(pieces: Sequence[PeerPiece]) -> Iterator[tuple[str, int, int]]:
-    for piece in pieces:
-        for start in range(piece.start, piece.stop, CHUNK):
-            yield piece.file, start, min(start + CHUNK, piece.stop)

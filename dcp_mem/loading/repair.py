@@ -15,8 +15,8 @@ from dcp_mem.common import faults
 from dcp_mem.config import Settings, run_identity
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format.manifest import Manifest
-from dcp_mem.loading.describe import SharedFiles, share_files_in_memory
 from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.loading.open import SharedFiles, share_files_in_memory
 from dcp_mem.loading.sources.base import DescriptionFiles
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.locks import RunIdentity, new_token

@@ -62,11 +62,6 @@ def without(extents: Iterable[Extent], others: Sequence[Extent]) -> list[Extent]
     return found
 
 
-def least_window() -> int:
-    """Return the bytes that a window must have, so that it is worth sharing what is read."""
-    return 2 * PIECE
-
-
 def with_large_apart(extents: Iterable[Extent]) -> list[Extent]:
     """Return the ranges merged, except large ones, each of which stays a range of its own.
 

@@ -1,259 +1,192 @@
-"""Decide which rank reads which bytes of a checkpoint, and sends them to which other ranks.
+"""Decide which rank reads which bytes of a checkpoint, and which ranks it gives them to.
 
-Each node decides for itself what its own ranks need: from that, from which nodes have what in
-memory, and from its room for a window: memory that its ranks share, through which bytes pass batch
-by batch. It asks ranks of other nodes for what they have; what all nodes have decided for a rank is
-joined (`joined_share`). The rules:
+Each node's leader, its first rank, decides what its own ranks need, by that and by which nodes have
+what in memory. It asks ranks of other nodes for what they have; a rank joins what all leaders ask
+of it. The rules:
 
 1. Bytes that one rank alone needs, and that no node has in memory, this rank reads from storage.
-2. Bytes that several ranks of a node need come into the node's window once.
+2. Bytes that several ranks of a node need come to one of them, which gives them to the others.
 3. Bytes that nodes have in memory don't come from storage: a rank of such a node sends them, once
-   to each node that needs them; to a single rank directly, to several through their node's window.
-4. Reading, sending and receiving go to the rank that has done least by then.
-5. A node without room for a window reads all by itself. Where it needs other nodes' memory, that is
-   an error (`NoRoom`).
-
-What nodes fetch from storage together has been decided before (`passing.py`).
+   to each node that needs them.
+4. With `broadcast=True`, one rank in all reads what several nodes need, and sends it once to each
+   of the other nodes. No rank sees what all need: a leader asks the home of each segment, which is
+   a leader that follows from the segment's name (`requests`); homes tell these nodes of each other
+   (`joint`), and each of them cuts and deals the same bytes by the same rules (`dealt`).
+5. Reading, sending and receiving go to the rank that has done least by then.
 """
 
 from __future__ import annotations
 
+import zlib
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapreplace
+from itertools import pairwise, repeat, zip_longest
+from typing import NamedTuple
 
-from dcp_mem.policy.needs import Edges, Need, spans
-from dcp_mem.policy.pieces import PIECE, Extent, cut, least_window, merged, without
-from dcp_mem.policy.shares import Batches, LoadShare, PeerPiece, SharedPiece, side_by_side
+from dcp_mem.common.sendable import sendable
+from dcp_mem.policy.pieces import PIECE, Extent, cut, merged, without
 
 _MOST_PIECES = 1 << 15
-"""Pieces, about, into which all that goes to single ranks is cut."""
+"""Pieces, about, into which all that other nodes' memory sends to a node is cut."""
+Edges = Callable[[str], Sequence[int] | None]
+"""Returns where a segment may be cut, ascending; None for anywhere."""
+Extents = Mapping[str, Sequence[Extent]]
+"""Bytes of segments, by file; what one rank needs is merged."""
+Span = tuple[Extent, tuple[int, ...]]
+"""Bytes of a segment, and who needs them."""
+Nodes = dict[str, tuple[int, ...]]
+"""The ranks of each node, ascending; the first one is its leader."""
+NodeSet = tuple[range, ...]
+"""The leaders of nodes, as runs of equal steps: as a rule one run, of two nodes or of thousands."""
 
 
-class NoRoom(Exception):
-    """A node needs bytes of other nodes' memory and has no room for a window.
+@sendable
+class Piece(NamedTuple):
+    """Bytes [start, stop) of a segment, as one rank gets them. Plain tuples, as many are sent."""
 
-    `nbytes`: the bytes that the window would take at least.
-    """
+    file: str
+    start: int
+    stop: int
+    # the rank that it gets them from; None: it has them in its node's memory, else it reads them
+    origin: int | None = None
+    to: tuple[int, ...] = ()  # the ranks that it gives them to
 
-    def __init__(self, node: str, nbytes: int) -> None:
-        super().__init__(node, nbytes)
-        self.node, self.nbytes = node, nbytes
+
+@sendable
+@dataclass(frozen=True, slots=True)
+class LoadShare:
+    """One rank's share of a load."""
+
+    alone: Extents = field(default_factory=dict)  # what it reads from storage for itself alone
+    # in the order in which each other rank gives, or gets, those that it has in common with it
+    pieces: Sequence[Piece] = ()
+
+
+def join_nodes(one: Nodes | None, other: Nodes | None) -> Nodes | None:
+    """Join the nodes that two sets of ranks know; None: a rank has failed."""
+    if one is None or other is None:
+        return None
+    both = one.keys() & other.keys()
+    return {**one, **other, **{node: tuple(sorted((*one[node], *other[node]))) for node in both}}
 
 
 def share_out_on_node(
-    needs: Mapping[int, Need],
+    needs: Mapping[int, Extents],
     edges: Edges,
     *,
     holders: Callable[[str], Sequence[int]] = lambda file: (),
     turn: int = 0,
-    passed: Sequence[Sequence[SharedPiece]] = (),
+    passed: Sequence[tuple[int, Piece]] = (),
 ) -> dict[int, LoadShare]:
-    """Return the shares that follow from what one node's ranks need, for whichever ranks have one.
+    """Return the shares, by rank, that follow from what one node's ranks need.
 
-    The stages:
-
-    1. Place what the node fetches together with others in its window (`place`).
-    2. Cut what else is needed where the ranks that need it change.
-    3. Give what lies in a node's memory to a rank of it to send (`send_later`); else give what
-       several ranks need to one of them (`share`), and the rest to the ranks themselves.
-    4. Order what is sent, so that nodes don't all ask the same node first (`send`).
-
-    The ranks that send are chosen by what they send to this node. What other nodes ask of them
-    isn't known; `turn` has nodes that need little ask different ranks for it.
+    What is needed is cut where the ranks that need it change. The ranks that send are chosen by
+    what they send to this node; what other nodes ask of them isn't known. `turn` has nodes begin
+    with different segments and senders.
 
     `holders`: returns the ranks whose node has a segment in memory; they don't need it from others.
-    Returns shares by rank, to be joined with those that follow from other nodes' needs. Raises
-    NoRoom.
+    `passed`: what `dealt` returns.
     """
-    shares = _Shares(needs, turn)
-    for number, pieces in enumerate(passed):
-        for piece in pieces:
-            shares.place(number, piece)
+    shares, to_send = _Shares(needs, turn), list[_Sending]()
+    for by, piece in passed:
+        shares.bring(by, piece, _in_need(needs, piece))
     for file, of_file in spans(_not_passed(needs, passed)):
         holding = holders(file)
         for extent, ranks in of_file:
             if holding:
-                shares.send_later(file, extent, ranks, holding)
-            elif len(ranks) == 1 or not shares.has_window:
-                shares.leave(file, extent, ranks)
+                to_send.append(_Sending(file, extent, ranks, holding))
+            elif len(ranks) == 1:
+                shares.leave(file, extent, ranks[0])
             else:
                 for part in cut(extent, edges(file)):
-                    shares.share(file, part, ranks)
-    shares.send(edges)
+                    shares.read(file, part, ranks)
+    shares.send(to_send, edges)
     return shares.result()
 
 
+def _in_need(needs: Mapping[int, Extents], piece: Piece) -> list[int]:
+    """Return the ranks that need some of a piece."""
+    found = []
+    for rank, extents in needs.items():
+        of_file = extents.get(piece.file, ())
+        first = bisect_right(of_file, piece.start, key=lambda extent: extent[1])
+        if first < len(of_file) and of_file[first][0] < piece.stop:
+            found.append(rank)
+    return found
+
+
 def _not_passed(
-    needs: Mapping[int, Need], passed: Sequence[Sequence[SharedPiece]]
-) -> Mapping[int, Mapping[str, Sequence[Extent]]]:
+    needs: Mapping[int, Extents], passed: Sequence[tuple[int, Piece]]
+) -> Mapping[int, Extents]:
     """Return what ranks need beside what comes together with other nodes."""
     coming: dict[str, list[Extent]] = {}
-    for pieces in passed:
-        for piece in pieces:
-            coming.setdefault(piece.file, []).append((piece.start, piece.stop))
-    merged_coming = {file: merged(extents, 1) for file, extents in coming.items()}
+    for _, piece in passed:
+        coming.setdefault(piece.file, []).append((piece.start, piece.stop))
+    others = {file: merged(extents, 1) for file, extents in coming.items()}
     return {
         rank: {
-            file: without(extents, merged_coming[file]) if file in merged_coming else extents
-            for file, extents in need.extents.items()
+            file: without(of_file, others[file]) if file in others else of_file
+            for file, of_file in extents.items()
         }
-        for rank, need in needs.items()
+        for rank, extents in needs.items()
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    """Bytes of a segment that a rank which has them sends to others."""
+class _Sending(NamedTuple):
+    """Bytes of a segment that a rank which has them in memory sends."""
 
     file: str
     extent: Extent
-    group: Sequence[int]
+    ranks: Sequence[int]  # those that need them
     holding: Sequence[int]
-
-    @property
-    def nbytes(self) -> int:
-        return self.extent[1] - self.extent[0]
 
 
 class _Shares:
     """The shares that follow from one node's needs, while they are decided."""
 
-    def __init__(self, needs: Mapping[int, Need], turn: int) -> None:
-        self._members = list(needs)
-        self._node = next((need.node for need in needs.values()), "")
+    def __init__(self, needs: Mapping[int, Extents], turn: int) -> None:
         self._turn = turn
-        self._window = _Window(min((need.window_nbytes for need in needs.values()), default=0))
         self._alone: dict[int, dict[str, list[Extent]]] = {}
+        self._pieces: dict[int, list[Piece]] = {rank: [] for rank in needs}
         # Bytes that each rank has read from storage, received and sent so far.
-        self._fetched = Counter[int]()
-        self._received = Counter[int]()
-        self._sent = Counter[int]()
-        self._sends: dict[int, list[PeerPiece]] = {}
-        self._receives: dict[int, list[PeerPiece]] = {}
-        # What comes into the node's window, and what each other rank sends there.
-        self._coming: Batches = []
-        self._going: dict[int, Batches] = {}
-        self._to_send: list[_Sending] = []
-        self._passes_on = False
+        self._read, self._received, self._sent = Counter[int](), Counter[int](), Counter[int]()
 
-    @property
-    def has_window(self) -> bool:
-        """Whether the node's window has room for more than a piece at a time."""
-        return self._window.limit >= least_window()
+    def leave(self, file: str, extent: Extent, rank: int) -> None:
+        """Have the only rank that needs them read these bytes."""
+        self._alone.setdefault(rank, {}).setdefault(file, []).append(extent)
 
-    def place(self, batch: int, piece: SharedPiece) -> None:
-        """Place a piece that this node and others fetch together in the node's window."""
-        nbytes = piece.stop - piece.start
-        self._passes_on = True
-        (self._fetched if piece.origin is None else self._received)[piece.by] += nbytes
-        self._bring(piece.file, (piece.start, piece.stop), batch, piece.by, piece.origin, piece.to)
+    def read(self, file: str, extent: Extent, ranks: Sequence[int]) -> None:
+        """Have one rank read these bytes for all that need them."""
+        self.bring(min(ranks, key=self._read.__getitem__), Piece(file, *extent), ranks)
 
-    def leave(self, file: str, extent: Extent, ranks: Sequence[int]) -> None:
-        """Have these bytes read from storage by each of the ranks that need them."""
-        for rank in ranks:
-            self._alone.setdefault(rank, {}).setdefault(file, []).append(extent)
+    def bring(self, by: int, piece: Piece, ranks: Sequence[int]) -> None:
+        """Have a rank of this node get a piece, and give it to the others that need it."""
+        others = tuple(rank for rank in ranks if rank != by)
+        done = self._read if piece.origin is None else self._received
+        done[by] += piece.stop - piece.start
+        self._pieces[by].append(piece._replace(to=piece.to + others))
+        for rank in others:
+            self._pieces[rank].append(Piece(piece.file, piece.start, piece.stop, by))
 
-    def share(self, file: str, extent: Extent, ranks: Sequence[int]) -> None:
-        """Have one rank read these bytes into the node's window."""
-        nbytes = extent[1] - extent[0]
-        # A single item of a checkpoint that torch wrote, for instance, can't be cut.
-        if nbytes > self._window.limit:
-            self.leave(file, extent, ranks)
-            return
-        fetcher = min(self._members, key=self._fetched.__getitem__)
-        self._fetched[fetcher] += nbytes
-        self._bring(file, extent, self._window.first_batch(nbytes), fetcher)
-
-    def send_later(
-        self, file: str, extent: Extent, group: Sequence[int], holding: Sequence[int]
-    ) -> None:
-        """Note bytes that a rank whose node has them sends to the group."""
-        self._to_send.append(_Sending(file, extent, group, holding))
-
-    def send(self, edges: Edges) -> None:
-        """Give out what is to be sent.
-
-        Each node begins with another segment, so that they don't all ask the same node first.
-        """
+    def send(self, to_send: list[_Sending], edges: Edges) -> None:
+        """Have these bytes sent, from another segment on than other nodes begin with."""
         files = {
-            file: number
-            for number, file in enumerate(dict.fromkeys(one.file for one in self._to_send))
+            file: number for number, file in enumerate(dict.fromkeys(one[0] for one in to_send))
         }
-        self._to_send.sort(
-            key=lambda one: ((files[one.file] - self._turn) % len(files), one.file, one.extent)
-        )
-        alone = sum(one.nbytes for one in self._to_send if len(one.group) == 1)
-        for whole in self._to_send:
-            # Windows have room for pieces. Single ranks get bytes from several others at once, if
-            # there are pieces enough; too many of them would take the leader seconds.
-            is_alone = len(whole.group) == 1
-            most = max(PIECE, alone // _MOST_PIECES if is_alone else 0)
-            for extent in (
-                [whole.extent]
-                if whole.nbytes <= most
-                else cut(whole.extent, edges(whole.file), most)
-            ):
-                if is_alone:
-                    self._send_to_one(whole, extent, whole.group[0])
-                else:
-                    self._send_to_window(whole, extent)
-
-    def _send_to_window(self, sending: _Sending, extent: Extent) -> None:
-        """Have these bytes, which several ranks need, sent to the node's window."""
-        nbytes = extent[1] - extent[0]
-        if nbytes > self._window.limit:
-            raise NoRoom(self._node, 2 * nbytes)
-        batch = self._window.first_batch(nbytes)
-        sender = self._sender(sending.holding, nbytes)
-        by = min(self._members, key=self._received.__getitem__)
-        self._received[by] += nbytes
-        self._passes_on = True
-        _put(
-            self._going.setdefault(sender, []),
-            batch,
-            SharedPiece(
-                file=sending.file,
-                start=extent[0],
-                stop=extent[1],
-                place=0,
-                by=sender,
-                to=(by,),
-                is_held=True,
-            ),
-        )
-        self._bring(sending.file, extent, batch, by, sender, is_held=True)
-
-    def _bring(
-        self,
-        file: str,
-        extent: Extent,
-        batch: int,
-        by: int,
-        origin: int | None = None,
-        to: tuple[int, ...] = (),
-        *,
-        is_held: bool = False,
-    ) -> None:
-        """Have a rank bring these bytes into the node's window."""
-        piece = SharedPiece(
-            file=file,
-            start=extent[0],
-            stop=extent[1],
-            place=self._window.put(batch, extent[1] - extent[0]),
-            by=by,
-            origin=origin,
-            to=to,
-            is_held=is_held,
-        )
-        _put(self._coming, batch, piece)
-
-    def _send_to_one(self, sending: _Sending, extent: Extent, rank: int) -> None:
-        """Have these bytes sent to the only rank of the node that needs them."""
-        file, (start, stop) = sending.file, extent
-        sender = self._sender(sending.holding, stop - start)
-        self._sends.setdefault(sender, []).append(PeerPiece(rank, file, start, stop))
-        self._receives.setdefault(rank, []).append(PeerPiece(sender, file, start, stop))
+        to_send.sort(key=lambda one: ((files[one.file] - self._turn) % len(files), one[:2]))
+        nbytes = sum(stop - start for _, (start, stop), *_ in to_send)
+        # Several ranks send at once, if there are pieces enough; too many would take seconds.
+        most = max(PIECE, nbytes // _MOST_PIECES)
+        for file, whole, ranks, holding in to_send:
+            is_small = whole[1] - whole[0] <= most
+            for extent in [whole] if is_small else cut(whole, edges(file), most):
+                by = min(ranks, key=self._received.__getitem__)
+                sender = self._sender(holding, extent[1] - extent[0])
+                self._pieces.setdefault(sender, []).append(Piece(file, *extent, None, (by,)))
+                self.bring(by, Piece(file, *extent, sender), ranks)
 
     def _sender(self, holding: Sequence[int], nbytes: int) -> int:
         """Return the rank, of those that have the bytes, that has sent least by now."""
@@ -265,54 +198,144 @@ class _Shares:
     def result(self) -> dict[int, LoadShare]:
         """Return the shares of all ranks that have one."""
         return {
-            rank: self._share_of(rank)
-            for rank in dict.fromkeys((*self._members, *self._sends, *self._going))
+            rank: LoadShare(
+                {file: merged(of_file, 1) for file, of_file in self._alone.get(rank, {}).items()},
+                pieces,
+            )
+            for rank, pieces in self._pieces.items()
         }
 
-    def _share_of(self, rank: int) -> LoadShare:
-        is_member = rank in self._members
-        coming = self._coming if is_member else []
-        window_nbytes = self._window.most if is_member else 0
-        sends, receives = self._sends.get(rank, []), self._receives.get(rank, [])
-        return LoadShare(
-            alone={file: merged(extents, 1) for file, extents in self._alone.get(rank, {}).items()},
-            batches=side_by_side(coming, self._going.get(rank, [])),
-            window_nbytes=window_nbytes,
-            makes_window=window_nbytes > 0 and rank == self._members[0],
-            passes_on=self._passes_on,
-            sends=sends,
-            receives=receives,
-            is_passing=bool(sends or receives),
-        )
+
+# -- what several nodes need -----------------------------------------------------------------------
 
 
-def _put(batches: Batches, number: int, piece: SharedPiece) -> None:
-    batches.extend([] for _ in range(number + 1 - len(batches)))
-    batches[number].append(piece)
+@sendable
+class JointSpan(NamedTuple):
+    """Bytes [start, stop) of a segment that several nodes need. Plain tuples, which are sent."""
+
+    file: str
+    start: int
+    stop: int
+    nodes: NodeSet
 
 
-@dataclass(slots=True)
-class _Window:
-    """A window that is filled batch by batch."""
+def requests(
+    needs: Sequence[Extents], leaders: Sequence[int]
+) -> dict[int, dict[str, list[Extent]]]:
+    """Return what a leader asks of each home.
 
-    limit: int
-    batch: int = 0  # the first batch that may still have room
-    filled: list[int] = field(default_factory=list)  # bytes that each batch has taken so far
+    `leaders`: of all nodes, ascending.
+    """
+    wanted: dict[str, list[Extent]] = {}
+    for extents in needs:
+        for file, of_file in extents.items():
+            wanted.setdefault(file, []).extend(of_file)
+    found: dict[int, dict[str, list[Extent]]] = {}
+    for file, of_file in wanted.items():
+        home = leaders[zlib.crc32(file.encode()) % len(leaders)]
+        found.setdefault(home, {})[file] = merged(of_file, 1)
+    return found
 
-    @property
-    def most(self) -> int:
-        """Bytes of the fullest batch."""
-        return max(self.filled, default=0)
 
-    def first_batch(self, nbytes: int) -> int:
-        """Return the first batch, from the one before on, with room for so many bytes."""
-        while self.batch < len(self.filled) and self.filled[self.batch] + nbytes > self.limit:
-            self.batch += 1
-        return self.batch
+def joint(asked: Mapping[int, Extents]) -> dict[int, list[JointSpan]]:
+    """Return what a home tells the leaders: the bytes that their nodes need and others too."""
+    sets: dict[tuple[int, ...], NodeSet] = {}
+    found: dict[int, list[JointSpan]] = {}
+    for file, of_file in spans(asked):
+        for (start, stop), leaders in of_file:
+            if len(leaders) > 1:
+                nodes = sets.get(leaders) or sets.setdefault(leaders, _as_runs(leaders))
+                span = JointSpan(file, start, stop, nodes)
+                for leader in leaders:
+                    found.setdefault(leader, []).append(span)
+    return found
 
-    def put(self, batch: int, nbytes: int) -> int:
-        """Return the place of so many bytes in a batch."""
-        self.filled.extend(0 for _ in range(batch + 1 - len(self.filled)))
-        place = self.filled[batch]
-        self.filled[batch] += nbytes
-        return place
+
+def _as_runs(numbers: Sequence[int]) -> NodeSet:
+    runs: list[range] = []
+    for number in numbers:
+        if runs and number == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, number + runs[-1].step, runs[-1].step)
+        elif runs and len(runs[-1]) == 1:
+            first = runs[-1].start
+            runs[-1] = range(first, 2 * number - first, number - first)
+        else:
+            runs.append(range(number, number + 1))
+    return tuple(runs)
+
+
+def dealt(
+    leader: int, nodes: Mapping[int, Sequence[int]], told: Sequence[JointSpan], edges: Edges
+) -> list[tuple[int, Piece]]:
+    """Return the pieces that a node gets together with others, each with the rank that gets it.
+
+    Pieces are in one order on all nodes.
+
+    `nodes`: the ranks of each node, by its leader. `told`: what homes have told this leader.
+    """
+    by_set: dict[NodeSet, list[JointSpan]] = {}
+    for span in sorted(told, key=lambda span: span[:2]):
+        by_set.setdefault(span.nodes, []).append(span)
+    found = list[tuple[int, Piece]]()
+    for of_set, of_spans in by_set.items():
+        leaders = [one for run in of_set for one in run]
+        readers = [
+            (of, rank)
+            for in_turn in zip_longest(*(nodes[of] for of in leaders))
+            for of, rank in zip(leaders, in_turn, strict=True)
+            if rank is not None
+        ]
+        first = zlib.crc32(repr(of_set).encode())  # sets begin with different ranks
+        has_read = [(0, number) for number in range(len(readers))]  # a heap, the idlest first
+        for file, start, stop in _cut_up(of_spans, edges):
+            nbytes, number = has_read[0]
+            heapreplace(has_read, (nbytes + stop - start, number))
+            turn = first + number
+            home, reader = readers[turn % len(readers)]
+            # A reader sends to one rank of each other node.
+            getting = {of: nodes[of][turn % len(nodes[of])] for of in leaders if of != home}
+            found.append(
+                (reader, Piece(file, start, stop, None, tuple(getting.values())))
+                if home == leader
+                else (getting[leader], Piece(file, start, stop, reader))
+            )
+    return sorted(found, key=lambda one: one[1][:3])
+
+
+def _cut_up(of_spans: Sequence[JointSpan], edges: Edges) -> Iterator[tuple[str, int, int]]:
+    for file, start, stop, _ in of_spans:
+        for extent in cut((start, stop), edges(file)):
+            yield file, *extent
+
+
+# -- who needs what --------------------------------------------------------------------------------
+
+
+def spans(needs: Mapping[int, Extents]) -> Iterator[tuple[str, Iterator[Span]]]:
+    """Yield the needed bytes of each segment, cut where those who need them change."""
+    needed: dict[str, list[tuple[int, Sequence[Extent]]]] = {}
+    for number, of_one in needs.items():
+        for file, extents in of_one.items():
+            needed.setdefault(file, []).append((number, extents))
+    for file, of_file in sorted(needed.items()):
+        if len(of_file) == 1:
+            number, extents = of_file[0]
+            yield file, zip(extents, repeat((number,)))
+        else:
+            yield file, _spans_of(of_file)
+
+
+def _spans_of(needed: Sequence[tuple[int, Sequence[Extent]]]) -> Iterator[Span]:
+    """Yield the needed ranges of one segment, with those who need them."""
+    events: dict[int, tuple[list[int], list[int]]] = {}  # whose needs begin, and end, at a place
+    for number, extents in needed:
+        for start, stop in extents:
+            events.setdefault(start, ([], []))[0].append(number)
+            events.setdefault(stop, ([], []))[1].append(number)
+    active: set[int] = set()
+    for place, following in pairwise(sorted(events)):
+        begins, ends = events[place]
+        active.difference_update(ends)
+        active.update(begins)
+        if active:
+            yield (place, following), tuple(sorted(active))

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_mem
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter, NotOfOneSave
-from dcp_mem.loading import locate
+from dcp_mem.loading import open as opening
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.locks import is_leased
@@ -260,7 +260,7 @@ def _load_what_leaves_a_nodes_memory(root: str, path: str, shared: bool) -> tupl
     into = into or {"x0": torch.zeros(400_000)}
     reader = MemoryStorageReader(path, memory_root=node, job="job")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(locate, "MemorySource", leave)
+        patch.setattr(opening, "MemorySource", leave)
         dcp_mem.load(into, checkpoint_id="a", storage_reader=reader)
     for name, tensor in into.items():
         assert tensor.unique().tolist() == [1.0 + int(name[1])]

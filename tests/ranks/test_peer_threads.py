@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from dcp_mem.comm.job_ranks import ranks_of
 from dcp_mem.format.checksums import checksum
-from dcp_mem.loading.peers import peer_transfer
-from dcp_mem.policy.shares import LoadShare, PeerPiece
+from dcp_mem.loading.peers import LoadPeers, PeerTransfer
+from dcp_mem.policy.sharing import LoadShare, Piece
 from tests.support.processes.forks import forked_ranks, raised_by
 
 _SOON = 10.0
@@ -46,14 +46,28 @@ def _passes_on_with_few_threads() -> tuple[str, float, int]:
                 raise RuntimeError("can't start new thread")
         start(thread)
 
-    pieces = [PeerPiece(1 - rank, "file", 0, _NBYTES)]
-    share = LoadShare(sends=pieces, receives=pieces, is_passing=True)
+    share = LoadShare(
+        pieces=[
+            Piece(f"of {rank}", 0, _NBYTES, None, (1 - rank,)),
+            Piece(f"of {1 - rank}", 0, _NBYTES, 1 - rank),
+        ]
+    )
     memory: Any = _Memory()
     pending: Any = _Pending()
+    unused: Any = None
+    peers = LoadPeers(
+        ranks=ranks,
+        doors={rank: ""},
+        nodes=2,
+        token="token",
+        transport="gloo",
+        memory=memory,
+        is_held=lambda file: True,
+    )
 
     def pass_on() -> None:
-        with peer_transfer(ranks, "token", share, memory, pending, transport="gloo") as transfer:
-            pass
+        transfer = PeerTransfer(peers, None, share, unused, pending)
+        transfer.run()
         transfer.raise_own()
         transfer.raise_broken()
 

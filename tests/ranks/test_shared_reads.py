@@ -1,12 +1,9 @@
 """Loads that ranks make together: storage sends each byte once per node, or once in all."""
 
-import io
 import random
-import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -16,31 +13,22 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-from dcp_mem import NoRecoverableCheckpoint, SegmentCorrupt
+from dcp_mem import NoRecoverableCheckpoint
 from dcp_mem.common import faults
-from dcp_mem.format.manifest import ItemTable
 from dcp_mem.loading import shared_fetch
-from dcp_mem.loading.fetch import Fetcher, fetch_all
-from dcp_mem.loading.pending import PendingItem, PendingItems
-from dcp_mem.loading.sources.base import Description
-from dcp_mem.planning.reads import ItemRead
-from dcp_mem.policy import passing, pieces, sharing
-from dcp_mem.policy.needs import Need
+from dcp_mem.policy import pieces, sharing
 from dcp_mem.policy.pieces import Extent, cut, merged, with_large_apart, without
-from dcp_mem.policy.shares import LoadShare, SharedPiece
-from dcp_mem.policy.sharing import NoRoom
+from dcp_mem.policy.sharing import LoadShare
 from dcp_mem.storage.posix import PosixStorage
-from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.plans import LOADS
-from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
-from tests.support.sharing import shared_out
+from tests.support.processes import kill_targets
+from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.sharing import Need, shared_out
 from tests.support.variants import examples
 
 EXTENTS = st.lists(
@@ -53,7 +41,7 @@ EXTENTS = st.lists(
 def small_pieces(nbytes: int) -> Iterator[None]:
     """Requests of so many bytes, so that few bytes make many."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (passing, pieces, sharing):
+        for module in (pieces, sharing):
             patch.setattr(module, "PIECE", nbytes)
         yield
 
@@ -131,111 +119,58 @@ def test_pieces_are_cut_at_the_edges_and_lose_nothing(
 @st.composite
 def _needs(draw: st.DrawFn) -> list[Need]:
     nodes = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=7))
-    windows = {node: draw(st.sampled_from([0, 20, 64, 1000])) for node in "abc"}
     common = {"x": merged(draw(EXTENTS), 1)}
     everything = st.just(common) | st.fixed_dictionaries(
         {}, optional={"x": EXTENTS, "y": EXTENTS}
     ).map(lambda extents: {file: merged(of_file, 1) for file, of_file in extents.items()})
-    return [Need(node, draw(everything), windows[node]) for node in nodes]
+    return [Need(node, draw(everything)) for node in nodes]
 
 
-def _played(needs: Sequence[Need], parts: Sequence[LoadShare]) -> list[Counter[tuple[str, int]]]:
+def _played(
+    needs: Sequence[Need], parts: Sequence[LoadShare], held: Collection[str] = ()
+) -> list[Counter[tuple[str, int]]]:
     """Play all ranks' parts, and count what each asks storage for; fail where a part is wrong."""
     asked = [Counter[tuple[str, int]]() for _ in needs]
-    there: list[set[tuple[str, int]]] = [set() for _ in needs]
+    there: list[Counter[tuple[str, int]]] = [Counter() for _ in needs]
     for rank, part in enumerate(parts):
         for file, extents in part.alone.items():
             asked[rank].update((file, place) for extent in extents for place in range(*extent))
         there[rank].update(asked[rank])
-    counts = {len(part.batches) for part in parts}
-    assert len(counts) == 1, (
-        "ranks that pass different numbers of batches wait for each other forever"
-    )
-    for number in range(counts.pop()):
-        sent, windows = set(), dict[str, dict[tuple[str, int], int]]()
-        for rank, part in enumerate(parts):
-            node, batch = needs[rank].node, part.batches[number]
-            coming = [one for one in batch if one.comes_in]
-            assert all(
-                coming == [one for one in other.batches[number] if one.comes_in]
-                for other, need in zip(parts, needs, strict=True)
-                if need.node == node
-            )
-            assert not coming or _reach(coming) <= part.window_nbytes <= needs[rank].window_nbytes
-            for one in batch:
-                assert needs[one.by].node == node
-                if one.by == rank:
-                    if one.origin is None and one.comes_in:
-                        asked[rank].update(
-                            (one.file, place) for place in range(one.start, one.stop)
-                        )
-                    sent |= {(rank, to, one.file, one.start, one.stop) for to in one.to}
-                if one.comes_in:
-                    places = range(one.start, one.stop)
-                    windows.setdefault(node, {}).update(
-                        {(one.file, place): one.by for place in places}
-                    )
-        expected = {
-            (one.origin, one.by, one.file, one.start, one.stop)
-            for part in parts
-            for one in part.batches[number]
-            if one.origin is not None
-        }
-        assert sent == expected, "what one sends another doesn't await, or the other way round"
-        for rank, part in enumerate(parts):
-            for to in range(len(parts)):
-                leaves = [
-                    (one.file, one.start)
-                    for one in part.batches[number]
-                    if one.by == rank and to in one.to
-                ]
-                batch = parts[to].batches[number]
-                comes = [
-                    (one.file, one.start) for one in batch if one.by == to and one.origin == rank
-                ]
-                assert leaves == comes, "messages between two ranks have no names but their order"
-        assert not sent or all(part.passes_on for part in parts)
-        for rank, need in enumerate(needs):
-            there[rank] |= windows.get(need.node, {}).keys()
+        for one in part.pieces:
+            places = [(one.file, place) for place in range(one.start, one.stop)]
+            if one.origin is None and one.file not in held:
+                asked[rank].update(places)
+            if one.origin is not None or one.file not in held:
+                there[rank].update(places)
+            assert rank not in one.to
+            if one.origin is not None and needs[one.origin].node == needs[rank].node:
+                assert not one.to, "who takes from a neighbour must wait for nobody else"
+            assert all(needs[to].node == needs[rank].node for to in one.to) or one.origin is None
     for rank, part in enumerate(parts):
-        there[rank] |= {
-            (one.file, place) for one in part.receives for place in range(one.start, one.stop)
-        }
         for to, other in enumerate(parts):
-            passed = [(one.file, one.start, one.stop) for one in part.sends if one.peer == to]
-            assert passed == [
-                (one.file, one.start, one.stop) for one in other.receives if one.peer == rank
-            ]
-        assert part.is_passing == any(one.sends for one in parts)
+            given = [one[:3] for one in part.pieces if to in one.to]
+            assert given == [one[:3] for one in other.pieces if one.origin == rank], (
+                "messages between two ranks have no names but their order"
+            )
     for rank, need in enumerate(needs):
         wanted = {
             (file, place) for file, extents in need.extents.items() for place in _bytes_of(extents)
         }
-        assert wanted <= there[rank]
+        assert wanted <= there[rank].keys()
+        assert set(there[rank].values()) <= {1}, "some bytes come twice"
     return asked
 
 
-def _reach(pieces: Sequence[SharedPiece]) -> int:
-    """Where the last of them ends; none lies over another."""
-    taken = [
-        place for one in pieces for place in range(one.place, one.place + one.stop - one.start)
-    ]
-    assert len(taken) == len(set(taken)), "pieces that lie over each other in a window"
-    return max(taken, default=-1) + 1
-
-
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_where_everything_moves_all_nodes_are_served_at_once(ranks_per_node: int) -> None:
-    """Each of sixteen nodes needs what another has: no more batches than for one node."""
+def test_where_everything_moves_each_node_asks_another_one(ranks_per_node: int) -> None:
     nodes = [number for number in range(16) for _ in range(ranks_per_node)]
-    needs = [
-        Need(f"node{node:02}", {f"file{(node + 1) % 16:02}": [(0, 400)]}, 1000) for node in nodes
-    ]
+    needs = [Need(f"node{node:02}", {f"file{(node + 1) % 16:02}": [(0, 400)]}) for node in nodes]
+    files = [f"file{number:02}" for number in range(16)]
     with small_pieces(50):
-        parts = shared_out(needs, lambda file: [int(file[4:])])
-        _played(needs, parts)
-    assert len(parts[0].batches) == (ranks_per_node > 1)
-    assert len(parts[0].receives) == (8 if ranks_per_node == 1 else 0)
+        parts = shared_out(needs, lambda file: [int(file[4:]) * ranks_per_node])
+        _played(needs, parts, files)
+    came = [sum(one.origin is not None for one in part.pieces) for part in parts]
+    assert came == [8] * len(needs)
 
 
 @settings(max_examples=examples(300))
@@ -247,29 +182,13 @@ def test_every_rank_gets_what_it_needs_and_storage_gives_it_once(
         parts = shared_out(needs, across_nodes=across_nodes)
         asked = _played(needs, parts)
     for node in {need.node for need in needs}:
-        makers = [
-            part
-            for part, need in zip(parts, needs, strict=True)
-            if need.node == node and part.makes_window
-        ]
-        assert len(makers) == (
-            any(
-                part.window_nbytes
-                for part, need in zip(parts, needs, strict=True)
-                if need.node == node
-            )
-        )
-        if next(need.window_nbytes for need in needs if need.node == node) >= 16:
-            together_asked = sum(
-                (asked[rank] for rank, need in enumerate(needs) if need.node == node),
-                Counter[tuple[str, int]](),
-            )
-            assert set(together_asked.values()) <= {1}
-    if across_nodes and all(need.window_nbytes >= 16 for need in needs):
+        of_node = [asked[rank] for rank, need in enumerate(needs) if need.node == node]
+        assert set(sum(of_node, Counter[tuple[str, int]]()).values()) <= {1}
+    if across_nodes:
         assert set(sum(asked, Counter[tuple[str, int]]()).values()) <= {1}
 
 
-def test_shards_of_six_replicas_are_read_once_evenly_and_in_few_batches() -> None:
+def test_shards_of_six_replicas_are_read_once_and_evenly() -> None:
     """Sharded over 4 nodes and saved by 5 ranks: the borders of files and shards differ."""
     shards, replicas, per_node, nbytes = 4, 6, 2, 4000
     needs = [
@@ -282,62 +201,34 @@ def test_shards_of_six_replicas_are_read_once_evenly_and_in_few_batches() -> Non
                     if place * shards * per_node // nbytes == node % shards * per_node + rank
                 ]
             ),
-            100,
         )
         for node in range(shards * replicas)
         for rank in range(per_node)
     ]
     with small_pieces(10):
-        parts = shared_out(needs, across_nodes=True)
-        asked = _played(needs, parts)
+        asked = _played(needs, shared_out(needs, across_nodes=True))
     assert set(sum(asked, Counter[tuple[str, int]]()).values()) == {1}
-    # A node needs 1,000 bytes; ten windows hold that, and a few more are for what doesn't divide.
-    assert 10 <= len(parts[0].batches) <= 16
-    each = [sum(one.values()) for one in asked]
-    assert max(each) <= 2 * nbytes / len(needs)
+    assert max(sum(one.values()) for one in asked) <= 2 * nbytes / len(needs)
 
 
-@pytest.mark.parametrize("window_nbytes", [20, 39])
-def test_many_sets_of_nodes_find_batches_in_which_every_window_has_room(window_nbytes: int) -> None:
-    """Every two of nine nodes share bytes that nobody else needs: 36 sets, eight at each node."""
+def test_every_two_of_nine_nodes_share_bytes_that_nobody_else_needs() -> None:
     pairs = list(combinations(range(9), 2))
     needs = [
         Need(
-            f"node{node}",
-            {f"file{pair}": [(0, 30)] for pair, of in enumerate(pairs) if node in of},
-            window_nbytes,
+            f"node{node}", {f"file{pair}": [(0, 30)] for pair, of in enumerate(pairs) if node in of}
         )
         for node in range(9)
     ]
     with small_pieces(10):
-        parts = shared_out(needs, across_nodes=True)
-        asked = _played(needs, parts)
-    assert set(sum(asked, Counter[tuple[str, int]]()).values()) == {1}
-
-
-def test_pieces_that_no_batch_has_room_for_are_fetched_by_each_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(passing, "MOST_TRIES", 1)
-    needs = [
-        Need(
-            node,
-            {f"file{number}": [(0, 15)] for number in range(9) if number != 4 or node != "c"},
-            20,
-        )
-        for node in "aabbcc"
-    ]
-    with small_pieces(10):
         asked = _played(needs, shared_out(needs, across_nodes=True))
-    by_node = [sum(asked[rank : rank + 2], Counter[tuple[str, int]]()) for rank in (0, 2, 4)]
-    assert [set(of_node.values()) for of_node in by_node] == [{1}] * 3
+    assert set(sum(asked, Counter[tuple[str, int]]()).values()) == {1}
 
 
 @given(st.lists(st.integers(0, 60), unique=True))
 def test_a_set_of_nodes_is_kept_as_runs(leaders: list[int]) -> None:
-    runs = passing._as_runs(sorted(leaders))
+    runs = sharing._as_runs(sorted(leaders))
     assert [leader for run in runs for leader in run] == sorted(leaders)
-    assert len(passing._as_runs(range(0, 16384, 8))) == 1
+    assert len(sharing._as_runs(range(0, 16384, 8))) == 1
 
 
 @given(EXTENTS, EXTENTS)
@@ -349,8 +240,8 @@ def test_what_is_taken_away_from_ranges_is_gone_and_nothing_else(
     assert all(earlier[1] <= later[0] for earlier, later in pairwise(left))
 
 
-def test_fetching_is_shared_out_evenly() -> None:
-    needs = [Need("ab"[rank // 4], {"x": [(0, 8000)]}, 1000) for rank in range(8)]
+def test_reading_is_shared_out_evenly() -> None:
+    needs = [Need("ab"[rank // 4], {"x": [(0, 8000)]}) for rank in range(8)]
     with small_pieces(10):
         for across_nodes, each in ((False, 2000), (True, 1000)):
             asked = _played(needs, shared_out(needs, across_nodes=across_nodes))
@@ -364,54 +255,32 @@ def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
 ) -> None:
     """`x` lies in the memory of some nodes, `y` on storage alone."""
     holding = [rank for rank, need in enumerate(needs) if need.node in having]
-    needs = [
-        Need(
-            need.node,
-            {file: of_file for file, of_file in need.extents.items() if file != "x"},
-            need.window_nbytes,
-        )
-        if rank in holding
-        else Need(need.node, need.extents, max(need.window_nbytes, 20))
-        for rank, need in enumerate(needs)
-    ]
-    held = {"x": holding} if holding else {}
-    with small_pieces(8):
-        parts = shared_out(needs, lambda file: held.get(file, ()), across_nodes=across_nodes)
-        asked = _played(needs, parts)
     if not holding:
         return
-    assert all(file != "x" for one in asked for file, _ in one)
-    pieces_sent = {
-        (rank, one)
-        for rank, part in enumerate(parts)
-        for batch in part.batches
-        for one in batch
-        if one.by == rank
-    }
-    sent = Counter[int]()
-    for rank, one in pieces_sent:
-        if one.is_held and one.to:
-            assert rank in holding
-            assert len({needs[to].node for to in one.to}) == len(one.to)
-            sent[rank] += (one.stop - one.start) * len(one.to)
-    came = Counter(
-        (needs[rank].node, place)
-        for rank, one in pieces_sent
-        if one.is_held and one.origin is not None
-        for place in range(one.start, one.stop)
-    )
-    for rank, part in enumerate(parts):
-        assert not part.sends or rank in holding
-        sent[rank] += sum(one.stop - one.start for one in part.sends)
-        came.update(
-            (needs[rank].node, place)
-            for one in part.receives
-            for place in range(one.start, one.stop)
+    needs = [
+        Need(
+            node,
+            {file: one for file, one in extents.items() if file != "x" or node not in having},
         )
-    wanted = {
-        (need.node, place) for need in needs for place in _bytes_of(need.extents.get("x", ()))
-    }
-    assert came == Counter(wanted)
+        for node, extents in needs
+    ]
+    with small_pieces(8):
+        parts = shared_out(
+            needs, lambda file: holding if file == "x" else (), across_nodes=across_nodes
+        )
+        asked = _played(needs, parts, ["x"])
+    assert all(file != "x" for one in asked for file, _ in one)
+    sent, came = Counter[int](), Counter[tuple[str, int]]()
+    for rank, part in enumerate(parts):
+        for one in part.pieces:
+            if one.file == "x" and one.origin is None:
+                assert rank in holding
+                (to,) = one.to
+                sent[rank] += one.stop - one.start
+                came.update((needs[to].node, place) for place in range(one.start, one.stop))
+    assert came == Counter(
+        {(need.node, place) for need in needs for place in _bytes_of(need.extents.get("x", ()))}
+    )
     # Nodes that decide by themselves each send evenly, so that their differences may add up.
     assert max(sent.values(), default=0) - min(sent[rank] for rank in holding) <= 8 * len("abc")
 
@@ -419,31 +288,15 @@ def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
 def test_nodes_that_need_little_of_one_segment_ask_different_ranks_for_it() -> None:
     holding = range(16)
     needs = [
-        Need(f"node{rank // 8:03}", {} if rank in holding else {"x": [(0, 5)]}, 1000)
+        Need(f"node{rank // 8:03}", {} if rank in holding else {"x": [(0, 5)]})
         for rank in range(8 * 66)
     ]
     parts = shared_out(needs, lambda file: holding)
-    _played(needs, parts)
-    asked = [sum(len(batch) for batch in parts[rank].batches) for rank in holding]
-    assert asked == [4] * 16
-
-
-def test_a_node_without_room_for_what_others_send_is_named() -> None:
-    with pytest.raises(NoRoom, match="b"):
-        shared_out(
-            [Need("a", {}, 1000), *(Need("b", {"x": [(0, 100)]}, 99) for _ in range(2))],
-            lambda file: [0],
-        )
-
-
-def test_what_comes_to_one_rank_alone_takes_no_room_of_its_node() -> None:
-    needs = [Need("a", {}, 1000), Need("b", {"x": [(0, 100)]}, 0)]
-    _played(needs, shared_out(needs, lambda file: [0]))
+    _played(needs, parts, ["x"])
+    assert [len(parts[rank].pieces) for rank in holding] == [4] * 16
 
 
 # -- real ranks ------------------------------------------------------------------------------------
-
-MOST = 3 << 20
 
 
 def _replicated(*, filled: bool) -> dict[str, Any]:
@@ -498,8 +351,7 @@ def _load_counted(jobs: Sequence[Job], road: str, broadcast: bool) -> int:
     job = jobs[dist.get_rank() if dist.is_initialized() else 0]
     state, asked = _replicated(filled=False), _Asked()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_fetch, "WINDOW", MOST)
-        for module in (passing, pieces, sharing):
+        for module in (pieces, sharing):
             patch.setattr(module, "PIECE", 1 << 20)
         _load_and_compare(job, state, asked, road, broadcast)
     return asked.nbytes
@@ -516,7 +368,6 @@ def _load_and_compare(
             assert torch.equal(state[name], expected), name
         else:
             assert state[name] == expected
-    assert not list(Path(job.memory).glob(".restoring*")), "a window was left"
 
 
 @pytest.fixture
@@ -557,50 +408,37 @@ def test_storage_gives_each_byte_once_for_each_node_or_in_all(
     assert sum(asked) > 0.98 * times * _stored_nbytes(jobs[0])
 
 
-def _load_without_room(jobs: Sequence[Job]) -> int:
+def _load_without_neighbours(jobs: Sequence[Job]) -> int:
+    def no_door() -> None:
+        raise OSError(24, "Too many open files")
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_fetch, "room_for_window", lambda root: 0)
+        patch.setattr(shared_fetch, "Door", no_door)
         return _load_counted(jobs, "dcp_mem.load", False)
 
 
-def _load_where_the_window_fails(jobs: Sequence[Job]) -> Exception | None:
-    def make_window(root: str, token: str, nbytes: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_fetch, "make_window", make_window)
-        return raised_by(lambda: _load_counted(jobs, "dcp_mem.load", False))
-
-
-def test_without_room_for_a_window_every_rank_fetches_for_itself(
+def test_a_rank_that_neighbours_cannot_reach_reads_for_itself(
     stored: Callable[..., list[Job]],
 ) -> None:
     jobs = stored(0, 0)
-    asked = forked_ranks(_load_without_room, 2, jobs)
+    asked = forked_ranks(_load_without_neighbours, 2, jobs)
     assert min(asked) > 0.98 * _stored_nbytes(jobs[0])
 
 
-def test_a_window_that_cannot_be_made_fails_all_ranks_alike(
-    stored: Callable[..., list[Job]],
+def _load_and_be_killed(jobs: Sequence[Job], broadcast: bool) -> str:
+    if dist.get_rank() == 1:
+        faults.arm("load.batch:kill:2")  # in the middle of what it reads for the others
+    return str(raised_by(lambda: _load_counted(jobs, "dcp_mem.load", broadcast)))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_rank_that_is_killed_while_others_take_from_it_fails_them_at_once(
+    stored: Callable[..., list[Job]], broadcast: bool
 ) -> None:
-    errors = forked_ranks(_load_where_the_window_fails, 2, stored(0, 0))
-    assert all("No space left" in str(error) for error in errors)
-
-
-def _load_and_be_killed(jobs: Sequence[Job]) -> None:
-    faults.arm("load.window:kill:1")  # which only the rank that makes the window passes
-    _load_counted(jobs, "dcp_mem.load", False)
-
-
-def test_a_kill_while_a_window_is_made_leaves_it_to_the_next_load_to_remove(
-    stored: Callable[..., list[Job]],
-) -> None:
-    jobs = stored(0, 0)
-    with forking(_load_and_be_killed, 2, jobs) as ranks:
-        wait_until(lambda: ranks._processes[0].exitcode is not None)
-        assert ranks._processes[0].exitcode == -signal.SIGKILL
-    assert list(Path(jobs[0].memory).glob(".restoring*"))
-    forked_ranks(_load_counted, 2, jobs, "dcp_mem.load", False)
+    jobs = stored(0, 0, 1) if broadcast else stored(0, 0, 0)
+    outcomes = kill_targets.forked(_load_and_be_killed, 3, jobs, broadcast).join(killed={1})
+    assert all("rank 1" in str(outcomes[rank]) for rank in (0, 2)), outcomes
+    forked_ranks(_load_counted, 3, jobs, "dcp_mem.load", broadcast)
 
 
 def _load_damaged(jobs: Sequence[Job], broadcast: bool) -> Exception | None:
@@ -637,11 +475,9 @@ def _load_where_a_step_fails(jobs: Sequence[Job], step: str) -> str:
     [
         "requests",
         "joint",
-        "JointPieces",
-        "JointPieces.fits",
-        "JointPieces.in_batches",
+        "dealt",
         "share_out_on_node",
-        "joined_share",
+        "_joined",
     ],
 )
 def test_a_step_of_sharing_out_that_fails_on_one_rank_is_told_by_all(
@@ -690,90 +526,3 @@ def test_a_rank_that_needs_a_quarter_reads_a_quarter(tmp_path: Path, memory_root
     assert sum(asked for asked, _ in columns) <= 1.1 * sum(nbytes for _, nbytes in columns), (
         "columns aren't shared"
     )
-
-
-# -- bytes that come in any order ------------------------------------------------------------------
-
-
-class _Segment:
-    """A source with one segment and no description of it."""
-
-    label = "a segment"
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
-        return dict.fromkeys(files)
-
-    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        for buffer in buffers:
-            buffer[:] = self._data[offset : offset + len(buffer)]
-            offset += len(buffer)
-
-    def describe(self) -> Description:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        return
-
-
-class _Listener(DefaultLoadPlanner):
-    """A planner that keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.came: dict[str, bytes] = {}
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        assert read_item.dest_index.fqn not in self.came, "it came twice"
-        self.came[read_item.dest_index.fqn] = value.getvalue()
-
-
-def _byte_item(start: int, stop: int) -> ItemRead:
-    index = MetadataIndex(f"{start}-{stop}")
-    request = ReadItem(
-        LoadItemType.BYTE_IO, index, torch.Size([0]), index, torch.Size([0]), torch.Size([0])
-    )
-    return ItemRead(request=request, file="f", offset=start, length=stop - start)
-
-
-@settings(max_examples=examples(200))
-@given(
-    st.lists(st.integers(0, 200), min_size=2, max_size=12, unique=True),
-    st.lists(st.integers(0, 200), max_size=6),
-    st.randoms(use_true_random=False),
-)
-def test_an_item_is_whole_when_all_its_bytes_have_come_however_they_wereshared_out(
-    edges: list[int], cuts: list[int], chance: random.Random
-) -> None:
-    """A rank may read the gap between two of its ranges too, which another rank brings as well."""
-    data, places = bytes(range(201)), sorted(edges)
-    items = list(zip(places[::2], places[1::2], strict=False))
-    planner = _Listener()
-    fetcher = Fetcher(_Segment(data), "step-1", {"f"}, verify=True)
-    arrivals = PendingItems(
-        [
-            PendingItem(
-                _byte_item(*item),
-                planner,
-                None,
-                by_blocks=False,
-                weights_only=True,
-                corrupt=partial(SegmentCorrupt, "step-1", 0, "memory"),
-            )
-            for item in items
-        ]
-    )
-    pieces = [
-        (max(low, start), min(high, stop))
-        for start, stop in items
-        for low, high in pairwise(sorted({0, *cuts, 201}))
-        if max(low, start) < min(high, stop)
-    ]
-    parts: list[list[Extent]] = [[], [], []]
-    for piece in pieces:
-        chance.choice(parts).append(piece)
-    for part in parts:
-        fetch_all(fetcher, arrivals, {"f": part})
-    assert planner.came == {f"{start}-{stop}": data[start:stop] for start, stop in items}

@@ -29,7 +29,7 @@ from dcp_mem.cli.main import main
 from dcp_mem.errors import StorageUnavailable
 from dcp_mem.flushing.retention import Retainer
 from dcp_mem.format.manifest import Manifest
-from dcp_mem.loading import locate
+from dcp_mem.loading import open as opening
 from dcp_mem.storage import Storage
 from dcp_mem.storage.leases import is_being_read, read_lease
 from dcp_mem.storage.listing import committed_under, mark_rejected, remove_rejection
@@ -330,7 +330,7 @@ def test_a_load_that_fails_reads_no_more(
         seen.append(is_being_read(storage, "step-0"))
         raise error
 
-    monkeypatch.setattr(locate, "_locate_stored", fail)
+    monkeypatch.setattr(opening, "_locate_stored", fail)
     with pytest.raises(CheckpointException, match=str(error)):
         load_anew(job, "step-0")
     assert seen == [True]

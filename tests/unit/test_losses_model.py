@@ -19,14 +19,12 @@ from dcp_mem.common.values import Segment
 from dcp_mem.format import names
 from dcp_mem.format.segments import Segments
 from dcp_mem.policy.election import ElectedCheckpoint, FoundCheckpoint, elect
-from dcp_mem.policy.needs import Need
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import Stripe
 from dcp_mem.policy.redundancy import Redundancy
-from dcp_mem.policy.shares import PeerPiece, SharedPiece
 from dcp_mem.replicating.plan import FilePlan, file_plans
 from dcp_mem.replicating.repair_plan import all_parity, lost_segments, missing_copies
-from tests.support.sharing import shared_out
+from tests.support.sharing import Need, shared_out
 from tests.support.variants import examples
 
 Bytes = npt.NDArray[np.uint8]
@@ -220,7 +218,7 @@ class Losses(RuleBasedStateMachine):
                 if segment.file not in node.files
                 and min(low, high) < min(max(low, high), segment.nbytes)
             }
-            needs.append(Need(node.name, extents, 64))
+            needs.append(Need(node.name, extents))
         everybody = range(len(placed))
         parts = shared_out(
             needs,
@@ -230,12 +228,12 @@ class Losses(RuleBasedStateMachine):
         )
         for rank, part in enumerate(parts):
             assert not part.alone  # nothing comes from storage
-            coming: list[SharedPiece | PeerPiece] = [
-                *(one for batch in part.batches for one in batch),
-                *part.receives,
-            ]
-            arrived = {(one.file, byte) for one in coming for byte in range(one.start, one.stop)}
-            assert all(one.file in placed[rank].files for one in part.sends)
+            arrived = {
+                (one.file, byte)
+                for one in part.pieces
+                if one.origin is not None
+                for byte in range(one.start, one.stop)
+            }
             missing = {
                 (file, byte)
                 for file, extents in needs[rank].extents.items()
@@ -243,12 +241,8 @@ class Losses(RuleBasedStateMachine):
                 for byte in range(start, stop)
             }
             assert missing <= arrived
-            for one in (
-                one for batch in part.batches for one in batch if one.by == rank and one.to
-            ):
-                assert one.file in placed[rank].files
-                targets = [placed[to].name for to in one.to]
-                assert len(set(targets)) == len(targets)
+            for one in part.pieces:
+                assert one.origin is not None or one.file in placed[rank].files
 
     def make_redundant(self, placed: Sequence[Node], choice: ElectedCheckpoint) -> None:
         nodes, domains = _of_ranks(placed)

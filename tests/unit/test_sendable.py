@@ -17,7 +17,7 @@ from dcp_mem.common.sendable import decoded, encoded, sendable
 from dcp_mem.errors import CheckpointNotFound, RankFailed
 from dcp_mem.format.frames import Specs
 from dcp_mem.policy.admission import NodeMemory
-from dcp_mem.policy.shares import PeerPiece
+from dcp_mem.policy.sharing import Piece
 from dcp_mem.saving.ballot import Ballot
 
 _PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -31,7 +31,7 @@ _VALUES = st.recursive(
         | st.dictionaries(_KEYS, inner)
         | st.frozensets(_KEYS)
         | st.builds(Ballot, st.binary(), st.text(), st.booleans(), st.integers(), st.none())
-        | st.builds(PeerPiece, st.integers(), st.text(), st.integers(), st.integers())
+        | st.builds(Piece, st.text(), st.integers(), st.integers(), st.none(), st.just((1, 2)))
     ),
     max_leaves=30,
 )

@@ -24,20 +24,18 @@ from dcp_mem.common.sendable import decoded, encoded
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.names import rank_of, segment_file
 from dcp_mem.policy.election import FoundCheckpoint, elect
-from dcp_mem.policy.needs import Need
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import groups
-from dcp_mem.policy.passing import (
-    JointPieces,
+from dcp_mem.policy.sharing import (
     JointSpan,
-    LoadNode,
-    batch_counts,
+    LoadShare,
+    Nodes,
+    dealt,
     join_nodes,
     joint,
     requests,
+    share_out_on_node,
 )
-from dcp_mem.policy.shares import LoadShare
-from dcp_mem.policy.sharing import share_out_on_node
 from dcp_mem.policy.slots import capacity_for
 from dcp_mem.replicating.plan import copies_of
 
@@ -47,18 +45,17 @@ if TYPE_CHECKING:
     from benchmarks.harness.processes import Rank
     from benchmarks.harness.settings import Settings
     from dcp_mem.policy.pieces import Extent
+    from dcp_mem.policy.sharing import Extents
 
 TITLE = "Decisions of large jobs"
 SIZES = (64, 1024, 4096, 16384)
 SEGMENT = 512 * MIB
 ITEM = MIB // 2
-WINDOW = 256 * MIB
 CHECKPOINTS = 2
 PARITY = 4
 SAVE_ID = "0" * 8
 ONE_SECOND = 1.0
 BYTES = 128 * MIB
-LOST, ALL = "a node", "everything"
 LARGE_PARTS = 100
 """Parts of a segment that a receiver reads each to where it belongs: at most about so many."""
 REPLICAS = 32
@@ -81,12 +78,10 @@ class Decided:
     Attributes:
         seconds: Of CPU.
         nbytes: Of the messages that carry a decision.
-        batches: Of a load.
     """
 
     seconds: Mapping[int, Mapping[str, float]]
     nbytes: Mapping[int, Mapping[str, int]]
-    batches: Mapping[int, Mapping[str, int]]
 
 
 def run(settings: Settings) -> Section:
@@ -115,10 +110,6 @@ def _part(spec: Spec) -> Part:
         (what, *(f"{found.nbytes[size][what]:,} B" for size in spec.sizes))
         for what in found.nbytes[spec.sizes[0]]
     ]
-    batches = [
-        (what, *(f"{found.batches[size][what]:,}" for size in spec.sizes))
-        for what in found.batches[spec.sizes[0]]
-    ]
     notes = [
         (
             f"seconds of CPU, least of {spec.repeats}; {SEGMENT // MIB} MiB a rank, {CHECKPOINTS} "
@@ -132,7 +123,6 @@ def _part(spec: Spec) -> Part:
         tables=[
             Table(columns, times),
             Table(("message", *columns[1:]), sizes),
-            Table(("batches that all ranks go through together", *columns[1:]), batches),
         ],
     )
 
@@ -144,19 +134,11 @@ def _duration(took: float) -> str:
 def _measure(_rank: Rank, spec: Spec) -> Decided:
     took: dict[int, dict[str, float]] = {}
     nbytes: dict[int, dict[str, int]] = {}
-    batches: dict[int, dict[str, int]] = {}
     for size in spec.sizes:
         job = _Job(size)
         took[size] = {what: _least(act, spec.repeats) for what, act in job.decisions().items()}
         nbytes[size] = {what: len(encoded(value)) for what, value in job.messages().items()}
-        batches[size] = {
-            "for an empty node": job.batches[LOST],
-            "where everything moves": job.batches[ALL],
-            "where everything moves, with every window full each time": -(
-                -SEGMENT * RANKS_PER_NODE // WINDOW
-            ),
-        }
-    return Decided(took, nbytes, batches)
+    return Decided(took, nbytes)
 
 
 def _least(act: Callable[[], object], repeats: int) -> float:
@@ -197,7 +179,6 @@ class _Job:
                 holders[segment] += members[node]
         self.holders = holders
         self.edges = range(0, SEGMENT + 1, ITEM)
-        self.batches: dict[str, int] = {}
 
     def decisions(self) -> Mapping[str, Callable[[], object]]:
         inventories = self.inventories()
@@ -217,14 +198,14 @@ class _Job:
             ),
             "which ranks each node has (all_reduce), rank 0": self.joining_nodes(),
             "who sends what to an empty node: its leader (share_out_on_node)": (
-                lambda: self.shared_out_on_node(LOST, lost, RANKS_PER_NODE)
+                lambda: self.shared_out_on_node(lost, RANKS_PER_NODE)
             ),
             "who sends what where everything moves: a leader": (
-                lambda: self.shared_out_on_node(ALL, moved, 0)
+                lambda: self.shared_out_on_node(moved, 0)
             ),
             "the same: rank 0 passes on what nodes ask of each other (route)": self.routing(moved),
             f"the same, {LARGE_PARTS} parts of each segment: a leader": (
-                lambda: self.shared_out_on_node(ALL, parted, 0)
+                lambda: self.shared_out_on_node(parted, 0)
             ),
             f"the same, {LARGE_PARTS} parts of each segment: rank 0 (route)": self.routing(parted),
             **_Replicated(self.nodes, 1).decisions(""),
@@ -240,7 +221,7 @@ class _Job:
                 RANKS_PER_NODE
             ],
             "all shares for an empty node, from its leader (route)": self.shared_out_on_node(
-                LOST, self.needs_of_the_lost(), RANKS_PER_NODE
+                self.needs_of_the_lost(), RANKS_PER_NODE
             ),
         }
 
@@ -266,43 +247,34 @@ class _Job:
             for node in self.nodes
         ]
 
-    def needs_of_the_lost(self) -> list[Need]:
+    def needs_of_the_lost(self) -> list[Extents]:
         return [
-            Need(node, {self.files[rank]: [(0, SEGMENT)]} if node == self.lost else {}, WINDOW)
+            {self.files[rank]: [(0, SEGMENT)]} if node == self.lost else {}
             for rank, node in enumerate(self.nodes)
         ]
 
-    def needs_of_all(self, parts: int = 1) -> list[Need]:
+    def needs_of_all(self, parts: int = 1) -> list[Extents]:
         """Every rank needs what a rank half the job away has saved, whole or in so many parts."""
         size, part = len(self.nodes), SEGMENT // parts
         extents = [(number * part, (number + 1) * part) for number in range(parts)]
-        return [
-            Need(node, {self.files[(rank + size // 2) % size]: extents}, WINDOW)
-            for rank, node in enumerate(self.nodes)
-        ]
+        return [{self.files[(rank + size // 2) % size]: extents} for rank in range(size)]
 
-    def shared_out_on_node(
-        self, what: str, needs: Sequence[Need], leader: int
-    ) -> Mapping[int, LoadShare]:
+    def shared_out_on_node(self, needs: Sequence[Extents], leader: int) -> Mapping[int, LoadShare]:
         """Share out what the ranks of one node need, as their leader does."""
         members = {rank: needs[rank] for rank in range(leader, leader + RANKS_PER_NODE)}
-        parts = share_out_on_node(
+        return share_out_on_node(
             members,
             lambda file: self.edges,
             holders=self.holding,
             turn=leader // RANKS_PER_NODE,
         )
-        self.batches[what] = max(len(part.batches) for part in parts.values())
-        return parts
 
     def joining_nodes(self) -> Callable[[], object]:
         """Return what rank 0 does when all ranks learn which ranks each node has."""
         tree = tree_of([str(rank) for rank in range(len(self.nodes))], 0)
 
-        def of(ranks: Sequence[int]) -> dict[str, LoadNode] | None:
-            own: list[dict[str, LoadNode] | None] = [
-                {self.nodes[rank]: LoadNode((rank,), WINDOW)} for rank in ranks
-            ]
+        def of(ranks: Sequence[int]) -> Nodes | None:
+            own: list[Nodes | None] = [{self.nodes[rank]: (rank,)} for rank in ranks]
             return reduce(join_nodes, own)
 
         messages = [encoded(of(ranks)) for ranks in tree.below]
@@ -318,10 +290,10 @@ class _Job:
     def holding(self, file: str) -> Sequence[int]:
         return self.holders[rank_of(file)]
 
-    def routing(self, needs: Sequence[Need]) -> Callable[[], object]:
+    def routing(self, needs: Sequence[Extents]) -> Callable[[], object]:
         """Return what rank 0 does when all leaders tell ranks of other nodes what to send."""
         return routed_by_rank_0(
-            len(self.nodes), lambda leader: self.shared_out_on_node(ALL, needs, leader)
+            len(self.nodes), lambda leader: self.shared_out_on_node(needs, leader)
         )
 
 
@@ -373,13 +345,9 @@ class _Replicated:
         part = SEGMENT // parts
         extents = [(number * part, (number + 1) * part - GAP) for number in range(parts)]
         self._needs = {
-            rank: Need(node, {segment_file(rank % shards, SAVE_ID): extents}, WINDOW)
-            for rank, node in enumerate(nodes)
+            rank: {segment_file(rank % shards, SAVE_ID): extents} for rank in range(self._size)
         }
-        self._nodes = {
-            leader: LoadNode(tuple(range(leader, leader + RANKS_PER_NODE)), WINDOW)
-            for leader in self._leaders
-        }
+        self._nodes = {leader: range(leader, leader + RANKS_PER_NODE) for leader in self._leaders}
         self._requests = {leader: self._requested(leader) for leader in self._leaders}
         self._asked: dict[int, dict[int, Mapping[str, list[Extent]]]] = {}
         for leader, of_homes in self._requests.items():
@@ -402,7 +370,7 @@ class _Replicated:
         what = f"what nodes fetch once in all{how}"
         return {
             f"{what}: the busiest home (joint)": lambda: joint(self._asked[busiest]),
-            f"{what}: a leader (JointPieces)": lambda: self._shared_out(of_first),
+            f"{what}: a leader (dealt)": lambda: self._shared_out(of_first),
             f"{what}: rank 0 passes on requests (route)": routed_by_rank_0(
                 self._size, lambda leader: self._requests[leader]
             ),
@@ -412,19 +380,17 @@ class _Replicated:
         }
 
     def _requested(self, leader: int) -> Mapping[int, Mapping[str, list[Extent]]]:
-        ranks = self._nodes[leader].ranks
-        return requests([self._needs[rank].extents for rank in ranks], self._leaders)
+        ranks = self._nodes[leader]
+        return requests([self._needs[rank] for rank in ranks], self._leaders)
 
     def _shared_out(self, told: Sequence[JointSpan]) -> object:
-        """Ask, deal what homes have told, find the batches, and share out; of the first leader."""
+        """Ask, deal what homes have told, and share out; of the first leader."""
         self._requested(0)
         edges = range(0, SEGMENT + 1, ITEM)
-        pieces = JointPieces(0, self._nodes, told, lambda file: edges)
-        count = next(filter(pieces.fits, batch_counts(pieces.fewest_batches)))
         return share_out_on_node(
-            {rank: self._needs[rank] for rank in self._nodes[0].ranks},
+            {rank: self._needs[rank] for rank in self._nodes[0]},
             lambda file: edges,
-            passed=pieces.in_batches(count),
+            passed=dealt(0, self._nodes, told, lambda file: edges),
         )
 
 
