@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import click
 from rich.text import Text
@@ -58,7 +57,7 @@ def command(common: CommonOptions, is_of_peers: bool, transport: str | None) -> 
     if is_of_peers and not checks:
         return 0
     is_failed = any(check.verdict == Severity.FAIL for check in checks)
-    common.screen.answer(is_failed=is_failed, checks=[asdict(check) for check in checks])
+    common.screen.answer(is_failed=is_failed, checks=checks)
     return 1 if is_failed else 0
 
 

@@ -7,7 +7,6 @@ import click
 from dcp_mem.cli.options import (
     INTERACTIVE_RETRIES,
     CommonOptions,
-    open_job_storage,
     parse_storage_options,
     searched_places,
     subcommand,
@@ -22,6 +21,7 @@ from dcp_mem.operations.export import (
     export_torch,
 )
 from dcp_mem.operations.inventory import find_one
+from dcp_mem.storage.routes import storage_of
 
 FORMATS = ("dcp", "torch", "safetensors", "files")
 _HELP = """Write a checkpoint out for other programs. One process does it, and needs far less memory
@@ -92,7 +92,7 @@ def command(
         searched_places(settings),
         retry_policy=INTERACTIVE_RETRIES,
     )
-    storage = open_job_storage(settings)
+    storage = storage_of(settings, INTERACTIVE_RETRIES)
     exported: Exported
     if kind == "dcp":
         with common.screen.progress("exporting") as progress:

@@ -47,13 +47,7 @@ def command(common: CommonOptions, is_all: bool, newest: int | None, timeout: fl
     promoted = promote(settings, newest) if is_all else []
     with progress_bar(not common.screen.is_json) as show:
         flushed = flush_now(settings, is_promoted=bool(promoted), show=show, timeout=timeout)
-    common.screen.answer(
-        promoted=promoted,
-        flushed=[
-            {"name": one.name, "save_id": one.save_id, "bytes": one.nbytes, "error": one.error}
-            for one in flushed
-        ],
-    )
+    common.screen.answer(promoted=promoted, flushed=flushed)
     common.screen.table(
         ["NAME", ">SIZE", "OUTCOME"],
         [

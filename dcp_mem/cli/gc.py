@@ -58,7 +58,7 @@ def command(common: CommonOptions, yes: bool, force: bool, older_than: float) ->
         )
     common.screen.answer(
         done=yes,
-        memory=[{"job": one.job, "bytes": one.nbytes, "kept": one.kept} for one in memory],
+        memory=memory,
         storage=[{"key": one.key, "bytes": one.nbytes, "modified": one.modified} for one in stored],
     )
     _show(common.screen, memory, stored, yes)

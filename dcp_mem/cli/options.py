@@ -17,9 +17,7 @@ from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError
 from dcp_mem.options import settings
-from dcp_mem.storage import Storage
 from dcp_mem.storage.retry import RetryPolicy
-from dcp_mem.storage.routes import open_storage
 
 INTERACTIVE_RETRIES = RetryPolicy(tries=4, longest_pause_seconds=4.0, deadline_seconds=30.0)
 """The retries of commands: few and short, because a person is waiting for the answer."""
@@ -49,13 +47,6 @@ class CommonOptions:
             job=self.job,
             storage_options=self.storage_options,
         )
-
-
-def open_job_storage(chosen: Settings) -> Storage | None:
-    """Open the job's storage; return None for a job without a URL."""
-    if chosen.url is None:
-        return None
-    return open_storage(chosen.url, chosen.storage_options, INTERACTIVE_RETRIES)
 
 
 def searched_places(chosen: Settings) -> str:

@@ -10,12 +10,7 @@ from dcp_mem.common.values import MEMORY, STORAGE
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError
 from dcp_mem.operations.inventory import find, list_checkpoints
-from dcp_mem.operations.rejecting import (
-    accept_in_memory,
-    accept_on_storage,
-    reject_in_memory,
-    reject_on_storage,
-)
+from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
 
 _HELP = """Mark a checkpoint as not to be resumed from, in this node's memory and on storage.
 
@@ -42,17 +37,11 @@ def command(common: CommonOptions, checkpoint_id: str, why: str | None, undo: bo
     if undo == bool(why):
         raise click.UsageError("give either --why TEXT or --undo")
     name, save_id = _meant(settings, checkpoint_id)
-    if why:
-        # Storage last: what it says holds for all nodes.
-        marked = [
-            reject_in_memory(settings, name, why, save_id),
-            reject_on_storage(settings, name, why, save_id),
-        ]
-    else:
-        marked = [
-            accept_in_memory(settings, name, save_id),
-            accept_on_storage(settings, name, save_id),
-        ]
+    reason = None if undo else why
+    # Storage last: what it says holds for all nodes.
+    marked = [
+        reject(settings, name, reason, save_id) for reject in (reject_in_memory, reject_on_storage)
+    ]
     what = f"{name} (save {save_id})" if save_id else name
     if not any(marked):
         raise ConfigError(

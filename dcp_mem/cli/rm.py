@@ -61,11 +61,7 @@ def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool)
         _remove(settings, name, [one for one in chosen if one.name == name], force)
         for name in sorted(wanted)
     ]
-    common.screen.answer(
-        removed=[
-            {"name": one.name, "freed_bytes": one.freed_nbytes, "kept": one.kept} for one in removed
-        ]
-    )
+    common.screen.answer(removed=removed)
     for one in removed:
         if one.kept:
             common.screen.line(Text(shown(f"{one.name} stays: {one.kept}"), "red"))

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -42,6 +43,14 @@ _COLORS = {
     State.FAILED: "bold red",
     State.SKIPPED: "dim",
 }
+size = gib
+"""A size for people."""
+_FACTS = (
+    *("name", "save_id", "step", "metrics", "created", "generation", "count", "bytes"),
+    *("world_size", "state", "places", "scope", "persist", "error", "problem", "rejected"),
+    *("is_foreign", "export", "exported_to", "export_error"),
+)
+"""The fields of a checkpoint in JSON."""
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
@@ -217,11 +226,6 @@ def shown(text: str) -> str:
     )
 
 
-def size(nbytes: int) -> str:
-    """Return a size for people."""
-    return gib(nbytes)
-
-
 def age(moment: float) -> str:
     """Return how long ago a moment was, for people; "" where it isn't known."""
     if not moment:
@@ -261,28 +265,13 @@ def problem(checkpoint: CheckpointStatus) -> Text:
 
 def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
     """Return a checkpoint as it is in JSON."""
-    return {
-        "name": checkpoint.name,
-        "save_id": checkpoint.save_id,
-        "step": checkpoint.step,
-        "metrics": checkpoint.metrics,
-        "created": checkpoint.created,
-        "generation": checkpoint.generation,
-        "count": checkpoint.count,
-        "bytes": checkpoint.nbytes,
-        "world_size": checkpoint.world_size,
-        "state": checkpoint.state.value,
-        "places": list(checkpoint.places),
-        "scope": checkpoint.scope,
-        "persist": checkpoint.persist,
-        "error": checkpoint.error,
-        "problem": checkpoint.problem,
-        "rejected": checkpoint.rejected,
-        "is_foreign": checkpoint.is_foreign,
-        "export": checkpoint.export,
-        "exported_to": checkpoint.exported_to,
-        "export_error": checkpoint.export_error,
-    }
+    return {name: getattr(checkpoint, name if name != "bytes" else "nbytes") for name in _FACTS}
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return a dataclass's fields, with sizes named as JSON has them: "bytes", not "nbytes"."""
+    names = [field.name for field in fields(value)]
+    return {name.replace("nbytes", "bytes"): getattr(value, name) for name in names}
 
 
 def _plain(value: Any) -> Any:
@@ -291,6 +280,8 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, int)):
         return value
+    if is_dataclass(value):
+        return _plain(fields_of(value))
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):

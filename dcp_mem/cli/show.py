@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
 
 import click
 from rich.text import Text
@@ -10,14 +10,14 @@ from rich.text import Text
 from dcp_mem.cli.options import (
     INTERACTIVE_RETRIES,
     CommonOptions,
-    open_job_storage,
     searched_places,
     subcommand,
 )
-from dcp_mem.cli.screen import Screen, age, facts_of, figures, moment, shown, size, state
+from dcp_mem.cli.screen import Screen, age, facts_of, fields_of, figures, moment, shown, size, state
 from dcp_mem.common.values import CheckpointStatus
 from dcp_mem.operations.contents import Contents, contents_of
 from dcp_mem.operations.inventory import find_one
+from dcp_mem.storage.routes import storage_of
 
 _HELP = """Show what a checkpoint consists of: tensors, byte items, segments and the files that
 describe it.
@@ -50,9 +50,9 @@ def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
         searched_places(settings),
         retry_policy=INTERACTIVE_RETRIES,
     )
-    storage = open_job_storage(settings)
+    storage = storage_of(settings, INTERACTIVE_RETRIES)
     inside = contents_of(settings, storage, checkpoint)
-    common.screen.answer(**facts_of(checkpoint), **_facts(inside))
+    common.screen.answer(**facts_of(checkpoint), **fields_of(inside))
     _show(
         common.screen,
         checkpoint,
@@ -60,16 +60,6 @@ def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
         _MOST if not is_all else max(len(inside.tensors), len(inside.items)),
     )
     return 0
-
-
-def _facts(inside: Contents) -> dict[str, object]:
-    facts = asdict(inside)
-    for kind in ("tensors", "items", "segments"):
-        facts[kind] = [
-            {("bytes" if name == "nbytes" else name): value for name, value in one.items()}
-            for one in facts[kind]
-        ]
-    return facts
 
 
 def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: int) -> None:
@@ -118,9 +108,7 @@ def _moved(sent_nbytes: int, reused_nbytes: int, where: str) -> str:
 
 
 def _show_items(screen: Screen, inside: Contents, most: int) -> None:
-    _heading(
-        screen, "tensors", len(inside.tensors), most, sum(one.nbytes for one in inside.tensors)
-    )
+    _heading(screen, "tensors", inside.tensors, most)
     screen.table(
         ["NAME", "DTYPE", "SHAPE", ">SHARDS", ">SIZE"],
         [
@@ -134,7 +122,7 @@ def _show_items(screen: Screen, inside: Contents, most: int) -> None:
             for one in inside.tensors[:most]
         ],
     )
-    _heading(screen, "byte items", len(inside.items), most, sum(one.nbytes for one in inside.items))
+    _heading(screen, "byte items", inside.items, most)
     refused = [one for one in inside.items if one.refused]
     screen.table(
         ["NAME", ">SIZE", *(["LOADS"] if refused else [])],
@@ -157,9 +145,7 @@ def _show_items(screen: Screen, inside: Contents, most: int) -> None:
 
 
 def _show_files(screen: Screen, inside: Contents, most: int) -> None:
-    _heading(
-        screen, "segments", len(inside.segments), most, sum(one.nbytes for one in inside.segments)
-    )
+    _heading(screen, "segments", inside.segments, most)
     screen.table(
         [">RANK", "NODE", ">SIZE", "WHERE", "FILE"],
         [
@@ -173,7 +159,7 @@ def _show_files(screen: Screen, inside: Contents, most: int) -> None:
             for one in inside.segments[:most]
         ],
     )
-    _heading(screen, "manifests on storage", len(inside.manifests), most, 0)
+    _heading(screen, "manifests on storage", inside.manifests, most)
     for file in inside.manifests[:most]:
         screen.line(file)
 
@@ -184,13 +170,14 @@ def _savers(checkpoint: CheckpointStatus, inside: Contents) -> str:
     return f"{_count(checkpoint.world_size, 'rank')} on {_count(len(inside.nodes), 'node')}"
 
 
-def _heading(screen: Screen, what: str, count: int, most: int, nbytes: int) -> None:
-    if not count:
+def _heading(screen: Screen, what: str, parts: Sequence[object], most: int) -> None:
+    if not parts:
         return
+    nbytes = sum(getattr(one, "nbytes", 0) for one in parts)
     total = f", {size(nbytes)}" if nbytes else ""
-    first = f", the first {most} (--all shows all)" if count > most else ""
+    first = f", the first {most} (--all shows all)" if len(parts) > most else ""
     screen.line()
-    screen.line(Text.assemble((f"{what}: {count}", "bold"), total + first))
+    screen.line(Text.assemble((f"{what}: {len(parts)}", "bold"), total + first))
 
 
 def _count(number: int, what: str) -> str:

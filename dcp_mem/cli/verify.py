@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -11,7 +10,6 @@ from rich.text import Text
 from dcp_mem.cli.options import (
     INTERACTIVE_RETRIES,
     CommonOptions,
-    open_job_storage,
     searched_places,
     subcommand,
 )
@@ -19,6 +17,7 @@ from dcp_mem.cli.screen import Screen, shown, size
 from dcp_mem.common.values import CheckpointStatus
 from dcp_mem.config import Settings
 from dcp_mem.operations.inventory import find_one, list_checkpoints
+from dcp_mem.storage.routes import storage_of
 
 if TYPE_CHECKING:  # it imports torch
     from dcp_mem.operations.verify import Damage, Verified
@@ -47,7 +46,7 @@ def command(common: CommonOptions, checkpoint_id: str | None) -> int:
     screen = common.screen
     with screen.stage("looking for checkpoints"):
         chosen = _chosen(settings, checkpoint_id)
-        storage = open_job_storage(settings)
+        storage = storage_of(settings, INTERACTIVE_RETRIES)
     with screen.stage("importing torch"):
         from dcp_mem.operations.verify import verify
     results: list[Verified] = []
@@ -55,7 +54,7 @@ def command(common: CommonOptions, checkpoint_id: str | None) -> int:
         for checkpoint in chosen:
             results += verify(settings, storage, checkpoint, progress)
     is_damaged = any(result.damages for result in results)
-    common.screen.answer(is_damaged=is_damaged, results=[_facts(result) for result in results])
+    common.screen.answer(is_damaged=is_damaged, results=results)
     _show(common.screen, results)
     if not chosen:
         common.screen.note(f"no checkpoints in {searched_places(settings)}")
@@ -67,15 +66,6 @@ def _chosen(settings: Settings, checkpoint_id: str | None) -> list[CheckpointSta
         return list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
     where = searched_places(settings)
     return [find_one(settings, checkpoint_id, where, retry_policy=INTERACTIVE_RETRIES)]
-
-
-def _facts(result: Verified) -> dict[str, object]:
-    facts = asdict(result)
-    facts["checked_bytes"], facts["unchecked_bytes"] = (
-        facts.pop("checked_nbytes"),
-        facts.pop("unchecked_nbytes"),
-    )
-    return facts
 
 
 def _show(screen: Screen, results: list[Verified]) -> None:

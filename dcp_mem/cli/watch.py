@@ -56,13 +56,13 @@ def command(common: CommonOptions, seconds: float, times: int | None) -> int:
     looks = 0
     with common.screen.live() as show:
         while True:
-            memories = (
-                [job_memory(wanted)]
-                if wanted is not None
-                else [JobMemory(root, job) for job in _jobs(root)]
-            )
+            is_there = os.path.isdir(root)
+            if wanted is not None:
+                memories = [job_memory(wanted)]
+            else:
+                memories = [JobMemory(root, job) for job in jobs_in(root)] if is_there else []
             jobs = [_look(memory) for memory in memories if memory is not None]
-            free, has_agent = _free(root), _has_agent(root)
+            free, has_agent = free_bytes(root) if is_there else 0, is_there and is_alive(root)
             common.screen.answer(
                 memory=root, free_bytes=free, agent=has_agent, jobs=list(map(_facts, jobs))
             )
@@ -89,18 +89,6 @@ class _Speeds:
         then, before = self._before.get(one.save_id, (now, done))
         self._before[one.save_id] = now, done
         return max(0, done - before) / (now - then) if now > then else 0.0
-
-
-def _jobs(root: str) -> list[str]:
-    return jobs_in(root) if os.path.isdir(root) else []
-
-
-def _free(root: str) -> int:
-    return free_bytes(root) if os.path.isdir(root) else 0
-
-
-def _has_agent(root: str) -> bool:
-    return os.path.isdir(root) and is_alive(root)
 
 
 def _look(memory: JobMemory) -> _Job:

@@ -163,20 +163,12 @@ class Untrained:
         self._state: TrainState | None = None
 
     def noted(self, state: TrainState) -> TrainState:
-        """Go by this state from now on, and return it.
-
-        Args:
-            state: That is about to be saved.
-        """
+        """Go by this state from now on, and return it."""
         self._state = state
         return state
 
     def instead_of(self, frozen: TensorChoice | bool | None) -> TensorChoice | None:
-        """Return what a manager is told to take for frozen.
-
-        Args:
-            frozen: As the caller gave it; True for all parameters that don't train.
-        """
+        """Return what a manager is told to take for frozen."""
         if isinstance(frozen, bool):
             return self if frozen else None
         return frozen
@@ -188,11 +180,7 @@ class Untrained:
 def refuse_engines(accelerator: Accelerator) -> None:
     """Raise ConfigError if models or optimizers aren't torch's own, or if FSDP1 is used.
 
-    Args:
-        accelerator: The Accelerator that the models are prepared with.
-
-    Raises:
-        ConfigError: DeepSpeed, Megatron-LM or FSDP1 is in use.
+    Raises ConfigError.
     """
     kind = accelerator.distributed_type
     if kind in _ENGINES:
@@ -208,22 +196,13 @@ def refuse_engines(accelerator: Accelerator) -> None:
 
 
 def bare_model(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model without DDP and torch.compile around it, so that its names are its own.
-
-    Args:
-        accelerator: The Accelerator that the model was prepared with.
-        model: The model as `prepare` returned it.
-    """
+    """Return the model without DDP and torch.compile around it, so that its names are its own."""
     bare: torch.nn.Module = accelerator.unwrap_model(model, keep_torch_compile=False)
     return bare
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return torch's own optimizer; the Accelerator's skips some calls of `step`.
-
-    Args:
-        optimizer: The optimizer as `prepare` returned it, or a bare one.
-    """
+    """Return torch's own optimizer; the Accelerator's skips some calls of `step`."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

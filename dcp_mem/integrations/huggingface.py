@@ -133,23 +133,13 @@ class TrainerCheckpoints:
                     self._resumption = None
 
     def load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """Leave the model of a checkpoint in memory to the later restore.
-
-        Args:
-            resume_from_checkpoint: The directory that the Trainer loads from.
-            *args: Handed on to the Trainer.
-            **kwargs: Handed on to the Trainer.
-        """
+        """Leave the model of a checkpoint in memory to the later restore."""
         if self._is_ours(resume_from_checkpoint):
             return  # The model is restored with all the rest, once it is prepared.
         self._stock["_load_from_checkpoint"](resume_from_checkpoint, *args, **kwargs)
 
     def load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restore the whole training state, once the Trainer has prepared it.
-
-        Args:
-            checkpoint: The directory that the Trainer loads from.
-        """
+        """Restore the whole training state, once the Trainer has prepared it."""
         resumption = self._resumption
         if resumption is None or not self._is_ours(checkpoint):
             self._stock["_load_optimizer_and_scheduler"](checkpoint)
@@ -164,20 +154,12 @@ class TrainerCheckpoints:
         self._random_numbers = rng_state()
 
     def load_scaler(self, checkpoint: str | None) -> None:
-        """Leave the scaler of a checkpoint in memory to the restore.
-
-        Args:
-            checkpoint: The directory that the Trainer loads from.
-        """
+        """Leave the scaler of a checkpoint in memory to the restore."""
         if not self._is_ours(checkpoint):
             self._stock["_load_scaler"](checkpoint)
 
     def load_rng_state(self, checkpoint: str | None) -> None:
-        """Put the random numbers back to where the restore left them.
-
-        Args:
-            checkpoint: The directory that the Trainer loads from.
-        """
+        """Put the random numbers back to where the restore left them."""
         if self._is_ours(checkpoint):
             # Once more, since skipping earlier batches has drawn random numbers.
             set_rng_state(self._random_numbers)
@@ -185,12 +167,7 @@ class TrainerCheckpoints:
             self._stock["_load_rng_state"](checkpoint)
 
     def save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
-        """Save the training state in memory, where the Trainer would write a directory.
-
-        Args:
-            model: Handed on to the Trainer.
-            trial: A trial of a search, which the Trainer saves itself; None for none.
-        """
+        """Save the training state in memory, where the Trainer would write a directory."""
         if trial is not None:  # Each trial of a search has its own directory.
             self._stock["_save_checkpoint"](model, trial)
             return

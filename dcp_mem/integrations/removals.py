@@ -1,7 +1,8 @@
-"""Delete checkpoints behind training, which doesn't wait for flushes or for storage."""
+"""What adapters to Lightning share: deletions behind training, and how a training has ended."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,11 +19,7 @@ _PAUSE = 0.2
 
 
 class Removals:
-    """One thread that removes checkpoints from this node's memory and from storage, in order.
-
-    Args:
-        settings: The job's: where its memory and storage are.
-    """
+    """One thread that removes checkpoints from this node's memory and from storage, in order."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -36,21 +33,13 @@ class Removals:
 
         From storage it goes once that has a newer one, too: the checkpoint that replaces it may lie
         in memory alone.
-
-        Args:
-            name: The checkpoint's name.
-            from_storage: Whether storage's copy goes as well as memory's.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "dcp_mem-removals")
         self._under_way[name] = self._thread.submit(self._remove, name, from_storage)
 
     def wait_for(self, name: str) -> None:
-        """Wait until a checkpoint of this name is gone, or is to be replaced on storage.
-
-        Args:
-            name: The checkpoint's name.
-        """
+        """Wait until a checkpoint of this name is gone, or is to be replaced on storage."""
         future = self._under_way.pop(name, None)
         if future is not None:
             future.result()
@@ -59,9 +48,8 @@ class Removals:
     def close(self, *, keep_newest: bool = False) -> None:
         """Try once more to remove what is left, and end the thread.
 
-        Args:
-            keep_newest: Leave on storage what is the newest there: training was broken off, or what
-                replaces it hasn't been flushed.
+        `keep_newest`: leave on storage what is the newest there: training was broken off, or what
+        replaces it hasn't been flushed.
         """
         self._is_ending.set()
         if self._thread is not None:
@@ -117,6 +105,27 @@ class Removals:
         """Return whether this is the newest checkpoint that this job has on storage."""
         known = states.status(self._settings)
         return name == next((one.name for one in known if one.state is State.DURABLE), None)
+
+
+class Ending:
+    """Tells an exception that ends a training from one that is handled around all of it.
+
+    A second attempt is often made where the exception of the first one is handled.
+    """
+
+    def __init__(self) -> None:
+        self._handled_at_begin: int | None = None
+
+    def begin(self) -> None:
+        """Note which exception is being handled; once for each training, whenever it is called."""
+        if self._handled_at_begin is None:
+            self._handled_at_begin = id(sys.exc_info()[1])
+
+    def is_broken_off(self) -> bool:
+        """Return whether an exception is being handled that wasn't at the beginning; end there."""
+        handled, self._handled_at_begin = self._handled_at_begin, None
+        error = sys.exc_info()[1]
+        return error is not None and id(error) != handled
 
 
 @contextmanager

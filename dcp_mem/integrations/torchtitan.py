@@ -124,17 +124,9 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save a state dict into memory.
+        """Save a state dict into memory; return a future for an asynchronous save.
 
-        Args:
-            state_dict: What to save.
-            checkpoint_id: The checkpoint's path.
-            async_mode: Whether to return once all ranks have copied, or this one has.
-            enable_garbage_collection: Handed on to torchtitan, for an export.
-            to_hf: Export to Hugging Face's format, which torchtitan does.
-
-        Returns:
-            For an asynchronous save a future of its end.
+        An export to Hugging Face (`to_hf`) is torchtitan's.
         """
         if to_hf:
             return super().dcp_save(

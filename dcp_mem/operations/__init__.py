@@ -4,7 +4,7 @@ No process group and no training script is needed. May import all rooms below `m
 order in which to read:
 
 - `inventory`: which checkpoints and jobs there are.
-- `contents`: what a checkpoint consists of; `refusals`: which byte items a load refuses.
+- `contents`: what a checkpoint consists of, and which byte items a load refuses.
 - `verify`: whether each of its bytes is as it was saved.
 - `history`, `charts`, `report`: what became of a job's checkpoints, as a page.
 - `flush`, `export`, `safetensors_file`, `streams`: bring a checkpoint to storage or elsewhere, or

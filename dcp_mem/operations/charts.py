@@ -19,24 +19,8 @@ _FEW = 150
 _BINS = 220
 """Stretches of time into which more values than these are put."""
 _STEPS = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    10_800,
-    21_600,
-    43_200,
-    86_400,
+    *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900),
+    *(1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400),
 )
 """Seconds between ticks of the axis of time, up to a day."""
 _DAY = 86_400

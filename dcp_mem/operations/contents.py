@@ -6,8 +6,13 @@ items are read, to tell those that a load refuses; tensors aren't.
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Mapping, Sequence
+import pickletools
+import re
+import zipfile
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,9 +30,19 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.operations.inventory import job_memory
-from dcp_mem.operations.refusals import Location, refusals_of
+from dcp_mem.policy.pieces import merged
 from dcp_mem.storage import OfOneFile, Storage
 from dcp_mem.storage.listing import get_parsed
+
+Location = tuple[str, int, int]
+"""File, offset and bytes of an item's stream."""
+_MOST_NBYTES = 64 << 20
+"""Of byte items that are read, all together."""
+_PLAIN = re.compile(
+    "PROTO|STOP|MARK|NONE|NEWTRUE|NEWFALSE|BININT[12]?|LONG1|BINFLOAT|BINUNICODE|EMPTY_(DICT|LIST|"
+    "TUPLE)|TUPLE[123]?|APPENDS?|SETITEMS?|(LONG_)?BIN(PUT|GET)"
+)
+"""Opcodes of numbers, texts and containers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +266,57 @@ def _judged(
                 return bytes(data)
         return b""
 
-    refused = refusals_of(locations, read)
+    refused = _refusals_of(locations, read)
     return [replace(one, refused=refused.get(one.name, "")) for one in items]
+
+
+# -- what a load refuses -------------------------------------------------------------------------
+
+
+def _refusals_of(
+    locations: Mapping[str, Location], read: Callable[[str, int, int], bytes]
+) -> dict[str, str]:
+    """Return by name why a load refuses an item; items that can't be read here aren't judged.
+
+    `read`: returns bytes [start, stop) of a file, or b"".
+    """
+    by_file: dict[str, dict[str, tuple[int, int]]] = {}
+    left = _MOST_NBYTES
+    for name, (file, offset, nbytes) in locations.items():
+        if nbytes <= left:
+            left -= nbytes
+            by_file.setdefault(file, {})[name] = offset, offset + nbytes
+    found: dict[str, str] = {}
+    for file, items in by_file.items():
+        waiting = deque(sorted((low, high, name) for name, (low, high) in items.items()))
+        for start, stop in merged(items.values()):
+            data = read(file, start, stop)
+            while waiting and waiting[0][0] < stop:
+                low, high, name = waiting.popleft()
+                if start <= low and len(data) == stop - start:
+                    found[name] = _why_refused(data[low - start : high - start])
+    return {name: why for name, why in found.items() if why}
+
+
+def _why_refused(stream: bytes) -> str:
+    if _is_plain(stream):
+        return ""
+    # Imported here because it takes seconds.
+    from dcp_mem.format.saved_streams import is_whole, read_stream, why_refused
+
+    try:
+        read_stream(io.BytesIO(stream), weights_only=True, map_location="cpu")
+    except Exception as error:
+        return why_refused(error) if is_whole(stream) else ""
+    return ""
+
+
+def _is_plain(stream: bytes) -> bool:
+    with suppress(Exception), zipfile.ZipFile(io.BytesIO(stream)) as archive:
+        (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        opcodes = pickletools.genops(archive.read(pickled))
+        return all(_PLAIN.fullmatch(opcode.name) for opcode, _, _ in opcodes)
+    return False
 
 
 # -- by DCP's metadata -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from dcp_mem.errors import CheckpointExists, DcpMemError, gib
 from dcp_mem.flushing import agent_handle
 from dcp_mem.memory.root import file_system, open_root
 from dcp_mem.operations.inventory import list_jobs
-from dcp_mem.storage import Entry, Storage
+from dcp_mem.storage import Storage
 from dcp_mem.storage.retry import RetryPolicy
 from dcp_mem.storage.routes import open_storage
 
@@ -63,6 +63,11 @@ class Check:
     advice: str = ""  # what to do; "" if nothing
 
 
+def judged(name: str, found: str, advice: str = "", worst: Severity = Severity.WARN) -> Check:
+    """Return a check that is OK where there is nothing to advise."""
+    return Check(name, worst if advice else Severity.OK, found, advice)
+
+
 def examine(
     memory_root: str, url: str | None, storage_options: Mapping[str, Any]
 ) -> Iterator[Check]:
@@ -84,18 +89,19 @@ def examine(
 
 
 def _versions() -> Iterator[Check]:
-    yield Check("python", Severity.OK, f"{platform.python_version()} on Linux {platform.release()}")
+    yield judged("python", f"{platform.python_version()} on Linux {platform.release()}")
     found = _version("torch")
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
     if not numbers:
-        yield Check("torch", Severity.FAIL, "not installed", "pip install torch")
-    elif not _OLDEST_TORCH <= numbers <= _NEWEST_TORCH:
-        yield Check("torch", Severity.WARN, found, "dcp_mem is tested with torch 2.6 to 2.14")
+        yield judged("torch", "not installed", "pip install torch", Severity.FAIL)
     else:
-        yield Check("torch", Severity.OK, found)
+        is_tested = _OLDEST_TORCH <= numbers <= _NEWEST_TORCH
+        yield judged(
+            "torch", found, "" if is_tested else "dcp_mem is tested with torch 2.6 to 2.14"
+        )
     packages = {name: _version(name) for name in ("fsspec", "s3fs", "adlfs")}
     installed = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
-    yield Check("storage packages", Severity.OK, installed or "none")
+    yield judged("storage packages", installed or "none")
 
 
 def _version(package: str) -> str:
@@ -116,30 +122,19 @@ def _memory(root: str) -> Iterator[Check]:
         try:
             open_root(root)
         except DcpMemError as error:
-            yield Check("memory root", Severity.FAIL, root, str(error))
+            yield judged("memory root", root, str(error), Severity.FAIL)
             return
     elif existing != os.path.dirname(root) or not os.access(existing, os.W_OK):
-        yield Check(
-            "memory root",
-            Severity.FAIL,
-            f"{root} can't be made",
-            "make its parent directory, or set DCP_MEM_ROOT",
-        )
+        advice = "make its parent directory, or set DCP_MEM_ROOT"
+        yield judged("memory root", f"{root} can't be made", advice, Severity.FAIL)
         return
     kind = file_system(existing)
     if kind in ("tmpfs", "ramfs", "hugetlbfs"):
-        yield Check(
-            "memory root",
-            Severity.OK,
-            f"{root} on {kind}" + ("" if existing == root else ", made by the first save"),
-        )
+        made = "" if existing == root else ", made by the first save"
+        yield judged("memory root", f"{root} on {kind}{made}")
     else:
-        yield Check(
-            "memory root",
-            Severity.WARN,
-            f"{root} lies on {kind}",
-            "saves are as slow as that: set DCP_MEM_ROOT to a tmpfs",
-        )
+        advice = "saves are as slow as that: set DCP_MEM_ROOT to a tmpfs"
+        yield judged("memory root", f"{root} lies on {kind}", advice)
     yield _room(existing)
     yield _huge_pages(existing)
     yield _container(existing)
@@ -148,14 +143,12 @@ def _memory(root: str) -> Iterator[Check]:
 def _room(path: str) -> Check:
     facts = os.statvfs(path)
     size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
-    found = f"{gib(free)} of {gib(size)} free"
-    if size >= _LEAST_TMPFS_NBYTES and free >= size // 10:
-        return Check("room in memory", Severity.OK, found)
     advice = (
         "keep + 1 checkpoints must fit: mount a larger tmpfs (Docker: --shm-size), or run "
         "dcp-mem gc"
     )
-    return Check("room in memory", Severity.WARN, found, advice)
+    is_enough = size >= _LEAST_TMPFS_NBYTES and free >= size // 10
+    return judged("room in memory", f"{gib(free)} of {gib(size)} free", "" if is_enough else advice)
 
 
 def _huge_pages(path: str) -> Check:
@@ -170,21 +163,14 @@ def _huge_pages(path: str) -> Check:
             None, (of_mount, chosen and f"shmem_enabled={chosen}", f"Linux {platform.release()}")
         )
     )
+    advice = ""
     if not setting or chosen == "deny":
-        return Check(
-            "huge pages",
-            Severity.WARN,
-            found,
-            "the kernel makes none in tmpfs: first saves take several times longer",
+        advice = "the kernel makes none in tmpfs: first saves take several times longer"
+    elif release < (6, 1) and of_mount not in ("huge=always", "huge=within_size"):
+        advice = (
+            "mount a tmpfs with huge=within_size (README): first saves get several times faster"
         )
-    if release >= (6, 1) or of_mount in ("huge=always", "huge=within_size"):
-        return Check("huge pages", Severity.OK, found)
-    return Check(
-        "huge pages",
-        Severity.WARN,
-        found,
-        "mount a tmpfs with huge=within_size (README): first saves get several times faster",
-    )
+    return judged("huge pages", found, advice)
 
 
 def _mount_options(path: str) -> list[str]:
@@ -202,15 +188,13 @@ def _container(path: str) -> Check:
     facts = os.statvfs(path)
     size = facts.f_blocks * facts.f_frsize
     if limit >= _UNLIMITED:
-        return Check("container's memory", Severity.OK, "no limit")
+        return judged("container's memory", "no limit")
+    advice = (
+        f"what lies in tmpfs counts, and may grow to {gib(size)}: leave the trainers room by "
+        f"memory_limit="
+    )
     found = f"{gib(used)} of {gib(limit)} used"
-    if size > limit:
-        advice = (
-            f"what lies in tmpfs counts, and may grow to {gib(size)}: leave the trainers room by "
-            f"memory_limit="
-        )
-        return Check("container's memory", Severity.WARN, found, advice)
-    return Check("container's memory", Severity.OK, found)
+    return judged("container's memory", found, advice if size > limit else "")
 
 
 def _memory_limit() -> tuple[int, int]:
@@ -256,14 +240,10 @@ def _limits() -> Iterator[Check]:
     enough = min(hard, 65536) if hard > 0 else 65536
     advice = f"raise it (ulimit -n {enough}): a load opens every segment that lies on the node"
     is_low = 0 <= soft < _LEAST_OPEN_FILES
-    yield Check(
-        "open files",
-        Severity.WARN if is_low else Severity.OK,
-        f"up to {soft}" if soft >= 0 else "no limit",
-        advice if is_low else "",
-    )
+    found = f"up to {soft}" if soft >= 0 else "no limit"
+    yield judged("open files", found, advice if is_low else "")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    yield Check("locked memory", Severity.OK, "no limit" if soft < 0 else f"up to {gib(soft)}")
+    yield judged("locked memory", "no limit" if soft < 0 else f"up to {gib(soft)}")
 
 
 def _names() -> Iterator[Check]:
@@ -280,15 +260,12 @@ def _names() -> Iterator[Check]:
         seconds.append(time.monotonic() - started)
     slowest = max(seconds)
     found = f"{1000 * slowest:.0f} ms to look up this machine's address"
-    if slowest < _SLOW_LOOKUP_SECONDS:
-        yield Check("names", Severity.OK, found)
-        return
     advice = (
         "torch does so for each connection to the job's store, so that large jobs start slowly or "
         "not at all: have the name server answer for the nodes' addresses, list them in "
         "/etc/hosts, or start the job with RES_OPTIONS='timeout:1 attempts:1'"
     )
-    yield Check("names", Severity.WARN, found, advice)
+    yield judged("names", found, "" if slowest < _SLOW_LOOKUP_SECONDS else advice)
 
 
 def _addresses_as_torch_sees_them() -> Iterator[tuple[str, int, int, int]]:
@@ -304,38 +281,24 @@ def _addresses_as_torch_sees_them() -> Iterator[tuple[str, int, int, int]]:
 
 def _agent(root: str) -> Iterator[Check]:
     try:
-        found = list_jobs(root)
+        jobs = list_jobs(root)
     except DcpMemError:
         return  # `_memory` has reported it
     ended = (State.DURABLE, State.SKIPPED)
-    waiting = sum(
-        one.persist and one.state not in ended for job in found for one in job.checkpoints
-    )
-    counts = f"jobs in memory: {len(found)}, live: {sum(job.is_live for job in found)}"
+    waiting = sum(one.persist and one.state not in ended for job in jobs for one in job.checkpoints)
+    counts = f"jobs in memory: {len(jobs)}, live: {sum(job.is_live for job in jobs)}"
     if agent_handle.is_alive(root):
-        yield Check("agent", Severity.OK, f"runs; {counts}")
+        yield judged("agent", f"runs; {counts}")
     elif waiting:
+        found = f"doesn't run, and checkpoints await their flush: {waiting}"
         advice = "dcp-mem flush ROOT brings them there; so does the job's next start"
-        yield Check(
-            "agent",
-            Severity.WARN,
-            f"doesn't run, and checkpoints await their flush: {waiting}",
-            advice,
-        )
+        yield judged("agent", found, advice)
     else:
-        yield Check("agent", Severity.OK, f"not needed; {counts}")
-    trouble = [
-        line
-        for line in _tail(agent_handle.log_path(root))
-        if " ERROR " in line or " WARNING " in line
-    ]
+        yield judged("agent", f"not needed; {counts}")
+    path = agent_handle.log_path(root)
+    trouble = [line for line in _tail(path) if " ERROR " in line or " WARNING " in line]
     if trouble:
-        yield Check(
-            "agent's log",
-            Severity.WARN,
-            trouble[-1].strip(),
-            f"the last of {len(trouble)} in {agent_handle.log_path(root)}",
-        )
+        yield judged("agent's log", trouble[-1].strip(), f"the last of {len(trouble)} in {path}")
 
 
 def _tail(path: str) -> list[str]:
@@ -356,10 +319,10 @@ def _storage(url: str, storage_options: Mapping[str, Any]) -> Iterator[Check]:
     try:
         storage = open_storage(url, storage_options, _RETRIES)
     except DcpMemError as error:
-        yield Check("storage", Severity.FAIL, url, str(error))
+        yield judged("storage", url, str(error), Severity.FAIL)
         return
     steps: dict[str, Callable[[], Check | None]] = {
-        "storage: list": lambda: _ok("storage: list", storage.ls("")),
+        "storage: list": lambda: _lists(storage),
         "storage: put": lambda: storage.put(key, data),
         "storage: get": lambda: _is_same(storage, key, data),
         "storage: commit": lambda: _commits(storage, key),
@@ -374,23 +337,21 @@ def _storage(url: str, storage_options: Mapping[str, Any]) -> Iterator[Check]:
         try:
             found = step()
         except DcpMemError as error:
-            yield Check(name, Severity.FAIL, "failed", str(error))
+            yield judged(name, "failed", str(error), Severity.FAIL)
             break
-        yield found or Check(name, Severity.OK, f"{1000 * (time.monotonic() - started):.0f} ms")
+        yield found or judged(name, f"{1000 * (time.monotonic() - started):.0f} ms")
     with contextlib.suppress(DcpMemError):
         storage.delete(key)
 
 
-def _ok(name: str, entries: list[Entry]) -> Check:
-    return Check(name, Severity.OK, f"{sum(entry.is_directory for entry in entries)} names")
+def _lists(storage: Storage) -> Check:
+    return judged("storage: list", f"{sum(one.is_directory for one in storage.ls(''))} names")
 
 
 def _is_same(storage: Storage, key: str, data: bytes) -> Check | None:
-    return (
-        None
-        if storage.get(key) == data
-        else Check("storage: get", Severity.FAIL, "other bytes than were put", "don't trust it")
-    )
+    if storage.get(key) == data:
+        return None
+    return judged("storage: get", "other bytes than were put", "don't trust it", Severity.FAIL)
 
 
 def _commits(storage: Storage, key: str) -> Check | None:
@@ -399,12 +360,9 @@ def _commits(storage: Storage, key: str) -> Check | None:
         storage.put(key, b"", create=True)
     except CheckpointExists:
         return None
-    return Check(
-        "storage: commit",
-        Severity.FAIL,
-        "a conditional put replaced what was there",
-        "overwrite=False isn't safe on this storage",
-    )
+    found = "a conditional put replaced what was there"
+    advice = "overwrite=False isn't safe on this storage"
+    return judged("storage: commit", found, advice, Severity.FAIL)
 
 
 def _has_conditions(storage: Storage, probed: Storage, directory: str) -> Check | None:
@@ -417,12 +375,9 @@ def _has_conditions(storage: Storage, probed: Storage, directory: str) -> Check 
         if not probed.has_conditions():
             return _without_conditions()
         if probed.swap("old", b"other", b"new") or not probed.swap("old", b"old", b"new"):
-            return Check(
-                "storage: conditions",
-                Severity.FAIL,
-                "a put with a condition was made against it, or not made although it held",
-                "don't let two runs use this root: they could destroy each other's checkpoints",
-            )
+            found = "a put with a condition was made against it, or not made although it held"
+            advice = "don't let two runs use this root: they could destroy each other's checkpoints"
+            return judged("storage: conditions", found, advice, Severity.FAIL)
         return None
     finally:
         for left in ("old", _PROBE_OF_S3, _LOCK_OF_DIRECTORIES):
@@ -430,9 +385,8 @@ def _has_conditions(storage: Storage, probed: Storage, directory: str) -> Check 
 
 
 def _without_conditions() -> Check:
-    return Check(
+    return judged(
         "storage: conditions",
-        Severity.WARN,
         "none: it can't put or delete on condition that nothing has changed",
         "let one run at a time use this root: two at once can replace each other's checkpoints of "
         "one name, and a run deletes nothing that another run has put",
@@ -443,25 +397,15 @@ def _clock(storage: Storage, directory: str) -> Check | None:
     put = next((entry.modified for entry in storage.ls(directory) if entry.modified), 0.0)
     apart = time.time() - put
     if not put:
-        return Check("storage: clock", Severity.OK, "storage doesn't tell")
-    found = f"{abs(apart):.0f} s apart"
-    if abs(apart) < _MOST_SECONDS_APART:
-        return Check("storage: clock", Severity.OK, found)
-    return Check(
-        "storage: clock",
-        Severity.WARN,
-        found,
-        "set this machine's clock (NTP): signed requests fail once it is far off",
-    )
+        return judged("storage: clock", "storage doesn't tell")
+    is_near = abs(apart) < _MOST_SECONDS_APART
+    advice = "set this machine's clock (NTP): signed requests fail once it is far off"
+    return judged("storage: clock", f"{abs(apart):.0f} s apart", "" if is_near else advice)
 
 
 def _is_deleted(storage: Storage, directory: str, key: str) -> Check | None:
     storage.delete(key)
     if not storage.ls(directory):
         return None
-    return Check(
-        "storage: delete",
-        Severity.FAIL,
-        f"{key} is still there",
-        "allow deleting: retention and dcp-mem rm need it",
-    )
+    advice = "allow deleting: retention and dcp-mem rm need it"
+    return judged("storage: delete", f"{key} is still there", advice, Severity.FAIL)

@@ -21,7 +21,7 @@ from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
 from dcp_mem.storage import OfOneFile, Storage
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.routes import storage_of
 
 _MOST_RECOVERIES = 1_000
 _LAST_MOMENT = 32_503_680_000.0  # the year 3000: a row with a later moment is damaged
@@ -126,8 +126,8 @@ def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> 
     rows = memory.history() if memory is not None else []
     recoveries = recoveries_in(memory) if memory is not None else []
     troubles = []
-    if settings.url is not None:
-        storage = open_storage(settings.url, settings.storage_options, retry_policy)
+    storage = storage_of(settings, retry_policy)
+    if storage is not None:
         try:
             rows = [*_stored_rows(storage), *rows]
         except (ManifestInvalid, OfOneFile) as error:

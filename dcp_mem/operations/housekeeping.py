@@ -20,7 +20,7 @@ from dcp_mem.operations.inventory import job_memory
 from dcp_mem.options import settings
 from dcp_mem.storage.leases import is_being_read
 from dcp_mem.storage.listing import checkpoint_names
-from dcp_mem.storage.posix import link_target
+from dcp_mem.storage.posix_paths import link_target
 from dcp_mem.storage.routes import open_storage
 
 

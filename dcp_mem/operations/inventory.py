@@ -17,7 +17,7 @@ from dcp_mem.memory.job import JobMemory, jobs_in, last_use
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.policy.order import newest_first
 from dcp_mem.runtime.states import place_of, status_of, with_exports
-from dcp_mem.storage import OfOneFile, Storage
+from dcp_mem.storage import OfOneFile, StoredFiles
 from dcp_mem.storage.listing import (
     StoredCheckpoint,
     checkpoint_names,
@@ -25,7 +25,7 @@ from dcp_mem.storage.listing import (
     unreadable,
 )
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.routes import storage_of
 from dcp_mem.storage.snapshot import Snapshot, cache_under
 
 _GONE = "storage has it no more"
@@ -51,13 +51,12 @@ def list_checkpoints(
 
     Raises StorageUnavailable, StorageRefused, MemoryRootRefused, MemoryUnavailable.
     """
-    local = in_memory(settings)
-    if settings.url is None:
+    local, storage = in_memory(settings), storage_of(settings, retry_policy)
+    if storage is None:
         return _with_exports(settings, local)
-    storage = open_storage(settings.url, settings.storage_options, retry_policy)
-    if settings.url.startswith("/"):  # the file system keeps what it has read
+    if storage.url.startswith("/"):  # the file system keeps what it has read
         return _with_exports(settings, merged(local, on_storage(storage)))
-    cache = cache_under(settings.memory_root, settings.url)
+    cache = cache_under(settings.memory_root, storage.url)
     found = on_storage(Snapshot(storage, cache))
     if cache is not None:
         cache.drop_unused()
@@ -98,8 +97,8 @@ def find_one(
     Raises CheckpointNotFound, StorageUnavailable, StorageRefused, MemoryRootRefused,
     MemoryUnavailable.
     """
-    if settings.url is not None and is_checkpoint_name(name):
-        storage = open_storage(settings.url, settings.storage_options, retry_policy)
+    storage = storage_of(settings, retry_policy) if is_checkpoint_name(name) else None
+    if storage is not None:
         local = [one for one in in_memory(settings) if one.name == name]
         found = merged(local, stored(_under(storage, name)))
         if found:
@@ -149,13 +148,13 @@ def count_superseded(settings: Settings) -> int:
     return sum(row.outcome == Outcome.SUPERSEDED for row in rows)
 
 
-def on_storage(storage: Storage) -> list[CheckpointStatus]:
+def on_storage(storage: StoredFiles) -> list[CheckpointStatus]:
     """List what is committed on storage, newest first; several names are looked at at once."""
     found = in_daemons(lambda name: _under(storage, name), checkpoint_names(storage))
     return stored([one for under in found for one in under])
 
 
-def _under(storage: Storage, name: str) -> list[StoredCheckpoint]:
+def _under(storage: StoredFiles, name: str) -> list[StoredCheckpoint]:
     try:
         return committed_under(storage, name)
     except OfOneFile as error:

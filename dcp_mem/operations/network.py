@@ -22,9 +22,13 @@ from dcp_mem.comm.collectives import Message, Ranks
 from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import ConfigError
-from dcp_mem.operations.doctor import Check, Severity
-from dcp_mem.operations.measured_nodes import named, slow_among
-from dcp_mem.operations.transport_check import NodeTransport, measure_transport
+from dcp_mem.operations.doctor import Check, Severity, judged
+from dcp_mem.operations.transport_check import (
+    NodeTransport,
+    measure_transport,
+    named,
+    slow_among,
+)
 
 _NBYTES = 64 << 20
 _ROUNDS, _SMALL_ROUNDS = 5, 50
@@ -98,7 +102,7 @@ def judge_network(nodes: Sequence[NodeNetwork]) -> Iterator[Check]:
     yield _interfaces(nodes)
     yield _wrong_cards(nodes)
     latency = statistics.median(node.latency for node in nodes)
-    yield Check("latency", Severity.OK, f"{latency * 1e6:.0f} µs for a small message")
+    yield judged("latency", f"{latency * 1e6:.0f} µs for a small message")
     yield _rates(nodes)
 
 
@@ -108,14 +112,12 @@ def _interfaces(nodes: Sequence[NodeNetwork]) -> Check:
     found = f"{names} on {len(hosts)} nodes, {len(nodes)} processes"
     local = [node for node in nodes if node.address.startswith("127.") or node.address == "::1"]
     if local and len(hosts) > 1:
-        return Check(
-            "interface",
-            Severity.FAIL,
-            found,
+        advice = (
             f"{named(local)} can't be reached from other nodes: their names stand for the "
-            f"loopback address. Set GLOO_SOCKET_IFNAME to the interface of the nodes' network",
+            f"loopback address. Set GLOO_SOCKET_IFNAME to the interface of the nodes' network"
         )
-    return Check("interface", Severity.OK, found)
+        return judged("interface", found, advice, Severity.FAIL)
+    return judged("interface", found)
 
 
 def _wrong_cards(nodes: Sequence[NodeNetwork]) -> Check:
@@ -123,11 +125,10 @@ def _wrong_cards(nodes: Sequence[NodeNetwork]) -> Check:
     speeds = sorted({_speed(node.speed) for node in nodes if node.speed is not None})
     found = f"{', '.join(speeds)}" if speeds else "not known"
     if not slow:
-        return Check("speed of interface", Severity.OK, found)
+        return judged("speed of interface", found)
     interface, speed = slow[0].faster[0]
-    return Check(
+    return judged(
         "speed of interface",
-        Severity.WARN,
         found,
         f"{named(slow)} also has {interface}, up, of {_speed(speed)}: if all nodes reach each "
         f"other over it, set GLOO_SOCKET_IFNAME={interface}",
@@ -140,11 +141,10 @@ def _rates(nodes: Sequence[NodeNetwork]) -> Check:
     # A slow node slows the one before and the one behind it as well: few nodes have no fair median.
     slow = slow_among(nodes)
     if not slow:
-        return Check("bandwidth", Severity.OK, found)
+        return judged("bandwidth", found)
     least = min(node.rate for node in slow)
-    return Check(
+    return judged(
         "bandwidth",
-        Severity.WARN,
         found,
         f"{named(slow)}: {least / 1e9:.2f} GB/s to the next node. Look at the cables, and at "
         f"which interfaces these nodes and their successors take",

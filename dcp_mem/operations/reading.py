@@ -15,7 +15,7 @@ from dcp_mem.loading.request import LoadRequest
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.storage.leases import being_read
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.routes import storage_of
 
 
 class _ReaderOfSave(MemoryStorageReader):
@@ -77,8 +77,7 @@ def open_reading(settings: Settings, name: str, save_id: str) -> Iterator[Readin
     `save_id`: of the save; "" for what torch's own writer made. Raises CheckpointNotFound.
     """
     with ExitStack() as held:
-        if settings.url is not None:
-            storage = open_storage(settings.url, settings.storage_options)
-            if storage.ls(name):
-                held.enter_context(being_read(storage, name))
+        storage = storage_of(settings)
+        if storage is not None and storage.ls(name):
+            held.enter_context(being_read(storage, name))
         yield Reading(held.enter_context(_ReaderOfSave(settings, save_id)), name)

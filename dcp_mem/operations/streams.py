@@ -31,23 +31,12 @@ class Elsewhere(Protocol):
     """
 
     def describe(self, checkpoint: CheckpointStatus) -> Description | None:
-        """Return what the checkpoint consists of.
-
-        Args:
-            checkpoint: A checkpoint that isn't whole on this node.
-        """
+        """Return what the checkpoint consists of."""
 
     def fetch(
         self, checkpoint: CheckpointStatus, file: str, offset: int, nbytes: int
     ) -> memoryview | None:
-        """Return bytes of one of the checkpoint's segments.
-
-        Args:
-            checkpoint: From the inventory.
-            file: The segment's file.
-            offset: Where the bytes begin in it.
-            nbytes: How many they are.
-        """
+        """Return bytes of one of the checkpoint's segments."""
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -23,12 +24,14 @@ from dcp_mem.comm.timed_store import own_connection
 from dcp_mem.comm.transports import Pair, TransportUnusable, transport
 from dcp_mem.common.sendable import sendable
 from dcp_mem.format.checksums import checksum
-from dcp_mem.operations.doctor import Check, Severity
-from dcp_mem.operations.measured_nodes import named, slow_among
+from dcp_mem.operations.doctor import Check, Severity, judged
 
 _NBYTES, _MESSAGE, _IN_FLIGHT = 1 << 30, 16 << 20, 4
 _ROUNDS = 3
 _TIMEOUT = 120.0
+_SLOW = 0.5
+"""A node below this part of the best rate is called slow."""
+_MOST_NAMED = 5
 
 
 @sendable
@@ -145,20 +148,16 @@ def judge_transport(nodes: Sequence[NodeTransport], choice: str) -> Iterator[Che
         yield _locked_memory(nodes)
     troubles = [node for node in nodes if node.trouble]
     if troubles:
-        severity = Severity.WARN if choice == "auto" else Severity.FAIL
-        yield Check(
-            "transport",
-            severity,
-            f"{choice} doesn't work between all nodes: copies go over gloo there",
-            f"{named(troubles)}: {troubles[0].trouble}",
-        )
+        found = f"{choice} doesn't work between all nodes: copies go over gloo there"
+        worst = Severity.WARN if choice == "auto" else Severity.FAIL
+        yield judged("transport", found, f"{named(troubles)}: {troubles[0].trouble}", worst)
         return
     wrong = [node for node in nodes if not node.is_equal]
     if wrong:
         advice = f"{named(wrong)} got other bytes than were sent: don't use it"
-        yield Check("transport", Severity.FAIL, f"{choice} between all nodes", advice)
+        yield judged("transport", f"{choice} between all nodes", advice, Severity.FAIL)
         return
-    yield Check("transport", Severity.OK, f"{choice} between all nodes, bytes as they were sent")
+    yield judged("transport", f"{choice} between all nodes, bytes as they were sent")
     yield _rates(nodes)
 
 
@@ -166,21 +165,18 @@ def _cards(nodes: Sequence[NodeTransport]) -> Check:
     names = sorted({name for node in nodes for name in node.devices})
     without = [node for node in nodes if not node.devices]
     if not names:
-        return Check("RDMA", Severity.OK, "no cards that do RDMA and have a link")
-    if not without:
-        return Check("RDMA", Severity.OK, ", ".join(names))
-    advice = f"{named(without)} has none with a link: look at `ibstat` there"
-    return Check("RDMA", Severity.WARN, ", ".join(names), advice)
+        return judged("RDMA", "no cards that do RDMA and have a link")
+    advice = f"{named(without)} has none with a link: look at `ibstat` there" if without else ""
+    return judged("RDMA", ", ".join(names), advice)
 
 
 def _locked_memory(nodes: Sequence[NodeTransport]) -> Check:
     limited = [node for node in nodes if node.devices and node.locked_nbytes is not None]
     if not limited:
-        return Check("locked memory", Severity.OK, "not limited where cards need it")
+        return judged("locked memory", "not limited where cards need it")
     least = min(node.locked_nbytes or 0 for node in limited)
-    return Check(
+    return judged(
         "locked memory",
-        Severity.WARN,
         f"at most {least >> 10} KiB",
         f"{named(limited)}: cards need the memory that they read locked; raise the limit in the "
         "shell that starts the ranks, by `ulimit -l unlimited`",
@@ -193,7 +189,36 @@ def _rates(nodes: Sequence[NodeTransport]) -> Check:
     found = f"{rate / 1e9:.2f} GB/s out and as much in, {cpu * 1e9:.2f} CPU-seconds per GB"
     slow = slow_among(nodes)
     if not slow:
-        return Check("bandwidth of copies", Severity.OK, found)
+        return judged("bandwidth of copies", found)
     least = min(node.rate for node in slow)
     advice = f"{named(slow)}: {least / 1e9:.2f} GB/s from the node before it"
-    return Check("bandwidth of copies", Severity.WARN, found, advice)
+    return judged("bandwidth of copies", found, advice)
+
+
+class MeasuredNode(Protocol):
+    """A node's figures: the machine's name, and the rank of the process that measured.
+
+    `rate`: bytes per second between it and a neighbour.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def rate(self) -> float: ...
+
+
+Node = TypeVar("Node", bound=MeasuredNode)
+
+
+def slow_among(nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes that are much slower than the fastest one."""
+    return [node for node in nodes if node.rate < _SLOW * max(one.rate for one in nodes)]
+
+
+def named(nodes: Sequence[MeasuredNode]) -> str:
+    """Return the names of the first few nodes, and how many more there are."""
+    text = ", ".join(f"{node.host} (rank {node.rank})" for node in nodes[:_MOST_NAMED])
+    more = len(nodes) - _MOST_NAMED
+    return text + (f" and {more} more" if more > 0 else "")

@@ -62,29 +62,20 @@ class Verified:
     name: str
     save_id: str
     place: str
-    checked_nbytes: int = 0
-    unchecked_nbytes: int = 0  # bytes that are there and have no checksums yet
     why_unchecked: str = ""
     damages: tuple[Damage, ...] = ()
+    checked_nbytes: int = 0
+    unchecked_nbytes: int = 0  # bytes that are there and have no checksums yet
 
 
 class Observer(Protocol):
     """A listener for progress."""
 
     def expect(self, what: str, nbytes: int) -> None:
-        """Take note that so many bytes come now.
-
-        Args:
-            what: What is read, for people.
-            nbytes: How many bytes that is.
-        """
+        """Take note that so many bytes come now."""
 
     def add(self, nbytes: int) -> None:
-        """Take note that so many more bytes are done. Called from several threads.
-
-        Args:
-            nbytes: Bytes since the last call.
-        """
+        """Take note that so many more bytes are done. Called from several threads."""
 
 
 def verify(

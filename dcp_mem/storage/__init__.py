@@ -4,10 +4,10 @@ A route moves bytes and tries each request once; `retry` repeats what may be rep
 in which order, and what counts as committed, is decided in `flushing`. This room may import format,
 config and what lies below them. Read its modules in this order: this one (the interface), `routes`
 (which route serves a URL), `destination` (which URLs can take checkpoints at all), `retry`,
-`posix`, `fsspec_route`, `s3` with `s3_client`, `azure` with `azure_client` and `azure_reads`,
-`file_system` and `streams` (shared by routes), `translate` (errors), `listing` (what is committed),
-`leases` (who reads),
-`snapshot` (for those who look at many checkpoints).
+`posix` with `posix_upload` and `posix_paths`, `fsspec_route`, `s3` with `s3_client`, `azure` with
+`azure_client` and `azure_reads`, `file_system` and `streams` (shared by routes), `translate`
+(errors), `listing` (what is committed), `leases` (who reads), `snapshot` (for those who look at
+many checkpoints).
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Upload(Protocol):
     """One object on its way to storage, in parts.
 
     Until `finish`, readers see nothing of it; or, where it has one part only, all of it.
-    An upload that has raised UploadBroken can only be closed.
+    An upload that has raised UploadBroken can only be closed. Where a method raises
+    StorageUnavailable or StorageRefused, the part, or the object, isn't stored.
 
     Attributes:
         part_nbytes: Length of the parts. Part n is bytes [n * part_nbytes, (n + 1) * part_nbytes),
@@ -116,44 +117,23 @@ class Upload(Protocol):
     verifies_copies: bool
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
-        """Store a part.
+        """Store a part, counted from 0; its data isn't used any more on return.
 
-        Args:
-            number: Of the part, from 0.
-            data: Its bytes; not used any more on return.
-            crc32c: Of the data.
-
-        Returns:
-            False where storage has it already, from an attempt that was cut short.
-
-        Raises:
-            StorageUnavailable, StorageRefused: The part isn't stored.
+        Returns False where storage has it already, from an attempt that was cut short.
         """
 
     def copy_part(self, number: int, crc32c: int) -> bool:
         """Store a part by having the same range of the source copied on storage.
 
-        Args:
-            number: Of the part, from 0. The source's part is as long.
-            crc32c: Of the bytes that it must have.
-
-        Returns:
-            False where it can't be had that way: then it has to be put.
-
-        Raises:
-            StorageUnavailable, StorageRefused: The same.
+        `crc32c`: of the bytes that it must have. Returns False where it can't be had that way: then
+        it has to be put.
         """
 
     def copy_whole(self) -> bool:
         """Store the object by having all of the source copied on storage, in place of all parts.
 
-        On return the object is visible, whole and durable; `finish` needn't be called.
-
-        Returns:
-            False where it can't be had that way: then its parts have to be put.
-
-        Raises:
-            StorageUnavailable, StorageRefused: The same.
+        On return the object is visible, whole and durable; `finish` needn't be called. Returns
+        False where it can't be had that way: then its parts have to be put.
         """
 
     def etag(self) -> str:
@@ -166,11 +146,8 @@ class Upload(Protocol):
     def finish(self) -> None:
         """Make the object visible; on return it is whole and durable.
 
-        Safe to repeat, unless parts come in order.
-
-        Raises:
-            ValueError: A part was never put; nothing is made visible.
-            StorageUnavailable, StorageRefused: It may or may not be visible.
+        Safe to repeat, unless parts come in order. Raises ValueError where a part was never put:
+        nothing is made visible then. After any other error it may or may not be visible.
         """
 
     def close(self) -> None:
@@ -196,10 +173,10 @@ class Sending:
         return ""
 
 
-class Storage(Protocol):
-    """The storage under one root URL. Keys are relative to it, with `/` between their parts.
+class StoredFiles(Protocol):
+    """What can be read under one root URL. Keys are relative to it, with `/` between their parts.
 
-    What holds for every method:
+    What holds for every method, and for those of `Storage`:
 
     - Ordering: what a method has stored or deleted is what all later calls see, of any process.
     - Idempotence: every method is safe to repeat, and to call from several threads.
@@ -211,82 +188,51 @@ class Storage(Protocol):
 
     url: str
 
-    def upload(self, key: str, nbytes: int, source: Source | None = None) -> Upload:
-        """Begin an upload, or go on with one in which an earlier process was killed.
-
-        Args:
-            key: Unique to one attempt at saving: what lies under it already is taken for this
-                object's.
-            nbytes: Length of the object.
-            source: What may be copied from; it may be gone by now. None: everything is put.
-        """
-
-    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
-        """Store an object whole: readers see all of it or, on error, all or nothing of it.
-
-        Args:
-            key: Where to.
-            data: The object.
-            create: Only if there is nothing under that key yet.
-
-        Raises:
-            CheckpointExists: With `create`, there is something; it may be what an earlier try of
-                this very put has stored, whose answer was lost. Callers that need to know read it
-                back.
-        """
-
     def get(self, key: str) -> bytes:
-        """Return all bytes under a key.
-
-        Args:
-            key: Of the object.
-
-        Raises:
-            StorageKeyMissing: There is no such object.
-        """
+        """Return all bytes under a key. Raises StorageKeyMissing."""
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill buffers, one after the other, with the bytes from an offset on, in one request.
 
-        Args:
-            key: Of the object.
-            offset: Of the first byte.
-            buffers: To fill.
-
-        Returns:
-            How many bytes there were: fewer than the buffers hold where the object ends.
-
-        Raises:
-            StorageKeyMissing: There is no such object.
+        Returns how many bytes there were: fewer than the buffers hold where the object ends. Raises
+        StorageKeyMissing.
         """
 
     def ls(self, prefix: str) -> list[Entry]:
         """Return what lies directly under a prefix, if anything. Never from a cache.
 
-        Args:
-            prefix: Without a `/` at its end; "" is the root.
+        `prefix`: without a `/` at its end; "" is the root. Raises StorageRefused where not even the
+        bucket or container is there.
+        """
 
-        Raises:
-            StorageRefused: Not even the bucket or container is there.
+
+class Storage(StoredFiles, Protocol):
+    """The storage under one root URL, to read and to write."""
+
+    def upload(self, key: str, nbytes: int, source: Source | None = None) -> Upload:
+        """Begin an upload, or go on with one in which an earlier process was killed.
+
+        `key`: unique to one attempt at saving: what lies under it already is taken for this
+        object's. `source`: what may be copied from; it may be gone by now. None: everything is put.
+        """
+
+    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
+        """Store an object whole: readers see all of it or, on error, all or nothing of it.
+
+        `create`: only if there is nothing under that key yet. Raises CheckpointExists where there
+        is something; it may be what an earlier try of this very put has stored, whose answer was
+        lost. Callers that need to know read it back.
         """
 
     def tree(self, most: int) -> list[tuple[str, Entry]] | None:
         """Return all objects under the root, each with its directory, if that is one short listing.
 
-        Args:
-            most: How many objects may be listed.
-
-        Returns:
-            (directory, entry) of each object; None where there are more, or where this storage
-            lists one directory after the other.
+        Returns None where there are more than `most`, or where this storage lists one directory
+        after the other.
         """
 
     def delete(self, key: str) -> None:
-        """Delete an object; one that is gone already is fine.
-
-        Args:
-            key: Of the object.
-        """
+        """Delete an object; one that is gone already is fine."""
 
     def has_conditions(self) -> bool:
         """Return whether `swap` and `remove` can't be overtaken by another process.
@@ -297,40 +243,18 @@ class Storage(Protocol):
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
         """Replace an object as `put` does, but only if it is still what it was.
 
-        Args:
-            key: Of the object.
-            old: What it was.
-            new: What it is to be.
-
-        Returns:
-            False where it is another one by now, or gone. It may be `new`, of an earlier try whose
-            answer was lost; callers that need to know read it back.
+        Returns False where it is another one by now, or gone. It may be `new`, of an earlier try
+        whose answer was lost; callers that need to know read it back.
         """
 
     def remove(self, key: str, old: bytes) -> bool:
-        """Delete an object, but only if it is still what it was.
-
-        Args:
-            key: Of the object.
-            old: What it was.
-
-        Returns:
-            False where it is another one by now, or gone.
-        """
+        """Delete an object, if it is still what it was; False where it is another one, or gone."""
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
-        """Return unfinished uploads of keys under a prefix, at any depth, that take up space.
-
-        Args:
-            prefix: Without a `/` at its end; "" is the root.
-        """
+        """Return unfinished uploads of keys under a prefix, at any depth, that take up space."""
 
     def drop_unfinished(self, key: str) -> None:
-        """Free what unfinished uploads of a key take up; an object under the key stays.
-
-        Args:
-            key: Of the object that was to be stored.
-        """
+        """Free what unfinished uploads of a key take up; an object under the key stays."""
 
 
 def part_nbytes(nbytes: int) -> int:

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from dcp_mem.common.log import log, log_once
@@ -15,8 +16,8 @@ from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest, Rejection, why_rejected
 from dcp_mem.policy.order import UNNUMBERED, Place
-from dcp_mem.storage import Entry, OfOneFile, Storage
-from dcp_mem.storage.posix import link_target, name_behind_link
+from dcp_mem.storage import Entry, OfOneFile, Storage, StoredFiles
+from dcp_mem.storage.posix_paths import link_target, name_behind_link
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class StoredCheckpoint:
         return replace(self.manifest.place, stored_at=self.modified)
 
 
-def checkpoint_names(storage: Storage) -> list[str]:
+def checkpoint_names(storage: StoredFiles) -> list[str]:
     """Return the names under the root that may be checkpoints.
 
     Among them are links that lead a checkpoint out of the root: it can't be read, and that is said.
@@ -95,7 +96,7 @@ def _leads_astray(url: str, name: str) -> bool:
     return any(os.path.exists(os.path.join(url, name, file)) for file in files)
 
 
-def stored_under(storage: Storage, name: str, scope: str) -> list[StoredCheckpoint]:
+def stored_under(storage: StoredFiles, name: str, scope: str) -> list[StoredCheckpoint]:
     """Return what may be committed under a name, or the name that a link there stands for.
 
     Nothing where there is no `.metadata`. There is one for each manifest that attempts have left:
@@ -104,13 +105,11 @@ def stored_under(storage: Storage, name: str, scope: str) -> list[StoredCheckpoi
     """
     name = name_behind_link(storage.url, name)
     try:
-        entries = {entry.name: entry for entry in storage.ls(name)}
-        if not _has(entries, scope):
+        directory = _Directory(storage, name)
+        if names.metadata_file(scope) not in directory.entries:
             return []
-        manifests, rejections = _manifests(storage, name)
-        if _are_ours(entries):
-            return _of_scope(storage, name, scope, entries, manifests, rejections)
-        return _committed(storage, name, scope, entries, manifests, rejections)
+        look = directory.of_scope if _are_ours(directory.entries) else directory.committed
+        return look(scope)
     except StorageKeyMissing:  # it has gone meanwhile
         return []
     except OfOneFile as error:
@@ -131,23 +130,17 @@ def _are_ours(files: Iterable[str]) -> bool:
     )
 
 
-def committed_under(storage: Storage, name: str) -> list[StoredCheckpoint]:
+def committed_under(storage: StoredFiles, name: str) -> list[StoredCheckpoint]:
     """Return what is committed under a name, or the name that a link there stands for.
 
     Returns the checkpoint of all ranks, or one for each rank that saved alone.
     """
-    name = name_behind_link(storage.url, name)
-    entries = {entry.name: entry for entry in storage.ls(name)}
+    directory = _Directory(storage, name_behind_link(storage.url, name))
+    found = [match for match in map(_METADATA.fullmatch, directory.entries) if match is not None]
     scopes = [
-        names.COLLECTIVE if match[1] is None else names.rank_scope(int(match[1]))
-        for match in _metadata_of(entries)
+        names.COLLECTIVE if match[1] is None else names.rank_scope(int(match[1])) for match in found
     ]
-    manifests, rejections = _manifests(storage, name) if scopes else ([], {})
-    return [
-        one
-        for scope in scopes
-        for one in _committed(storage, name, scope, entries, manifests, rejections)
-    ]
+    return [one for scope in scopes for one in directory.committed(scope)]
 
 
 def unreadable(name: str, error: OfOneFile, scope: str = names.COLLECTIVE) -> StoredCheckpoint:
@@ -163,30 +156,7 @@ def unreadable(name: str, error: OfOneFile, scope: str = names.COLLECTIVE) -> St
     )
 
 
-def _committed(
-    storage: Storage,
-    name: str,
-    scope: str,
-    entries: Mapping[str, Entry],
-    manifests: Sequence[Manifest | str],
-    rejections: Mapping[str, str],
-) -> list[StoredCheckpoint]:
-    """Return the checkpoint whose `.metadata` this is: one of ours, or another writer's."""
-    candidates = _of_scope(storage, name, scope, entries, manifests, rejections)
-    file = names.metadata_file(scope)
-    ours = [
-        one
-        for one in candidates
-        if one.manifest is not None
-        and (
-            _shows_commit(entries[file], one.manifest)
-            or is_committed(storage, f"{name}/{file}", entries[file].nbytes, one.save_id)
-        )
-    ]
-    return ours or [_without_manifest(storage, name, scope, entries, candidates)]
-
-
-def is_committed(storage: Storage, key: str, nbytes: int, save_id: str) -> bool:
+def is_committed(storage: StoredFiles, key: str, nbytes: int, save_id: str) -> bool:
     """Return whether a `.metadata` is that of a save: then it contains the save id.
 
     The id mostly stands near the end; the whole file is read only where it doesn't.
@@ -224,7 +194,7 @@ def _rejected_in(files: Iterable[str]) -> list[str]:
     return [match[1] for match in map(_REJECTION.fullmatch, files) if match is not None]
 
 
-def get_parsed(storage: Storage, key: str, parse: Callable[[bytes], T]) -> T:
+def get_parsed(storage: StoredFiles, key: str, parse: Callable[[bytes], T]) -> T:
     """Return what `parse` makes of the bytes under a key; damaged ones are read once more.
 
     `parse`: raises ManifestInvalid where the bytes are damaged. Raises ManifestInvalid,
@@ -245,55 +215,95 @@ def get_parsed(storage: Storage, key: str, parse: Callable[[bytes], T]) -> T:
 # -- one name -------------------------------------------------------------------------------------
 
 
-def _has(entries: Mapping[str, Entry], scope: str) -> bool:
-    return names.metadata_file(scope) in entries
+class _Directory:
+    """What lies under one name: files and, once they are asked for, manifests and rejections."""
 
+    def __init__(self, storage: StoredFiles, name: str) -> None:
+        self._storage, self._name = storage, name
+        self.entries = {entry.name: entry for entry in storage.ls(name)}
 
-def _metadata_of(entries: Mapping[str, Entry]) -> list[re.Match[str]]:
-    return [match for match in map(_METADATA.fullmatch, entries) if match is not None]
+    @cached_property
+    def _own(self) -> list[str]:
+        return [entry.name for entry in self._storage.ls(f"{self._name}/{names.OWN}")]
 
+    @cached_property
+    def _manifests(self) -> list[Manifest | str]:
+        """The manifests that attempts have put; for one that can't be read, the reason."""
+        own = [file for file in self._own if file.startswith("manifest-")]
+        files = [file for file in own if file.endswith(".json")]
+        return [_manifest(self._storage, f"{self._name}/{names.OWN}/{file}") for file in files]
 
-def _of_scope(
-    storage: Storage,
-    name: str,
-    scope: str,
-    entries: Mapping[str, Entry],
-    manifests: Sequence[Manifest | str],
-    rejections: Mapping[str, str],
-) -> list[StoredCheckpoint]:
-    metadata = entries[names.metadata_file(scope)]
-    ours = [
-        manifest
-        for manifest in manifests
-        if isinstance(manifest, Manifest) and manifest.scope == scope
-    ]
-    if ours:
-        return [
-            replace(
-                _described(manifest, name, metadata, entries),
-                rejected=rejections.get(manifest.save_id, ""),
+    @cached_property
+    def _rejections(self) -> dict[str, str]:
+        """Why saves were rejected, by save id."""
+        saves = _rejected_in(self._own)
+        return {save_id: _rejection(self._storage, self._name, save_id) for save_id in saves}
+
+    def of_scope(self, scope: str) -> list[StoredCheckpoint]:
+        """Return what the manifests of a scope describe; where none can be read, one without."""
+        metadata = self.entries[names.metadata_file(scope)]
+        read = [one for one in self._manifests if isinstance(one, Manifest)]
+        rejections = self._rejections
+        if ours := [manifest for manifest in read if manifest.scope == scope]:
+            return [
+                replace(
+                    _described(manifest, self._name, metadata, self.entries),
+                    rejected=rejections.get(manifest.save_id, ""),
+                )
+                for manifest in ours
+            ]
+        damaged = [manifest for manifest in self._manifests if isinstance(manifest, str)]
+        return [self._undescribed(scope, damaged[0] if damaged else "")]
+
+    def committed(self, scope: str) -> list[StoredCheckpoint]:
+        """Return the checkpoint whose `.metadata` this is: one of ours, or another writer's."""
+        candidates = self.of_scope(scope)
+        file = names.metadata_file(scope)
+        metadata, key = self.entries[file], f"{self._name}/{file}"
+        ours = [
+            one
+            for one in candidates
+            if one.manifest is not None
+            and (
+                _shows_commit(metadata, one.manifest)
+                or is_committed(self._storage, key, metadata.nbytes, one.save_id)
             )
-            for manifest in ours
         ]
-    damaged = [manifest for manifest in manifests if isinstance(manifest, str)]
-    problem = damaged[0] if damaged else ""
-    return [_undescribed(name, scope, entries, problem)]
+        return ours or [self._without_manifest(scope, candidates)]
+
+    def _without_manifest(
+        self, scope: str, candidates: Sequence[StoredCheckpoint]
+    ) -> StoredCheckpoint:
+        """Return a committed checkpoint without a manifest: torch's, or one that has lost it."""
+        problem = ""
+        # Without segments of ours, it is torch's.
+        if any(names.SEGMENT.fullmatch(file) for file in self.entries):
+            metadata = self._storage.get(f"{self._name}/{names.metadata_file(scope)}")
+            damaged = [one.problem for one in candidates if not one.save_id and one.problem]
+            named = {match[0].decode() for match in _OWN_SEGMENT.finditer(metadata)}
+            if named - self.entries.keys():
+                problem = _lost(named, self.entries)
+            elif named:
+                problem = (*damaged, _NO_MANIFEST)[0]
+            elif not _OTHERS_SEGMENT.search(metadata):
+                problem = "its .metadata is damaged"
+        return self._undescribed(scope, problem)
+
+    def _undescribed(self, scope: str, problem: str) -> StoredCheckpoint:
+        metadata = self.entries[names.metadata_file(scope)]
+        files = [entry for entry in self.entries.values() if entry.name.endswith(".distcp")]
+        return StoredCheckpoint(
+            name=self._name,
+            scope=scope,
+            manifest=None,
+            modified=metadata.modified,
+            nbytes=sum(entry.nbytes for entry in files),
+            metadata=metadata.identity,
+            problem=problem,
+        )
 
 
-def _manifests(storage: Storage, name: str) -> tuple[list[Manifest | str], dict[str, str]]:
-    """Return the manifests that attempts have put, and why saves were rejected, by save id.
-
-    For a manifest that can't be read, the reason stands in its place.
-    """
-    listed = [entry.name for entry in storage.ls(f"{name}/{names.OWN}")]
-    keys = [file for file in listed if file.startswith("manifest-") and file.endswith(".json")]
-    return (
-        [_manifest(storage, f"{name}/{names.OWN}/{file}") for file in keys],
-        {save_id: _rejection(storage, name, save_id) for save_id in _rejected_in(listed)},
-    )
-
-
-def _rejection(storage: Storage, name: str, save_id: str) -> str:
+def _rejection(storage: StoredFiles, name: str, save_id: str) -> str:
     try:
         data = storage.get(f"{name}/{names.rejection_file(save_id)}")
     except StorageKeyMissing:
@@ -303,7 +313,7 @@ def _rejection(storage: Storage, name: str, save_id: str) -> str:
     return why_rejected(data)
 
 
-def _manifest(storage: Storage, key: str) -> Manifest | str:
+def _manifest(storage: StoredFiles, key: str) -> Manifest | str:
     try:
         return get_parsed(storage, key, Manifest.from_json)
     except (ManifestInvalid, StorageKeyMissing) as error:
@@ -336,49 +346,7 @@ def _described(
     )
 
 
-def _without_manifest(
-    storage: Storage,
-    name: str,
-    scope: str,
-    entries: Mapping[str, Entry],
-    candidates: Sequence[StoredCheckpoint],
-) -> StoredCheckpoint:
-    """Return a committed checkpoint without a manifest: torch's, or one that has lost it."""
-    problem = ""
-    # Without segments of ours, it is torch's.
-    if any(names.SEGMENT.fullmatch(file) for file in entries):
-        metadata = storage.get(f"{name}/{names.metadata_file(scope)}")
-        damaged = [one.problem for one in candidates if not one.save_id and one.problem]
-        named = {match[0].decode() for match in _OWN_SEGMENT.finditer(metadata)}
-        if named - entries.keys():
-            problem = _lost(named, entries)
-        elif named:
-            problem = (*damaged, _NO_MANIFEST)[0]
-        elif not _OTHERS_SEGMENT.search(metadata):
-            problem = "its .metadata is damaged"
-    return _undescribed(name, scope, entries, problem)
-
-
 def _lost(named: Collection[str], entries: Mapping[str, Entry]) -> str:
     """Return what to say of a checkpoint whose `.metadata` names segments that aren't there."""
     missing = sorted(file for file in named if file not in entries)
     return f"lost: {len(missing)} of {len(named)} segments are missing ({missing[0]})"
-
-
-def _undescribed(
-    name: str, scope: str, entries: Mapping[str, Entry], problem: str
-) -> StoredCheckpoint:
-    metadata = entries[names.metadata_file(scope)]
-    return StoredCheckpoint(
-        name=name,
-        scope=scope,
-        manifest=None,
-        modified=metadata.modified,
-        nbytes=_nbytes(entries),
-        metadata=metadata.identity,
-        problem=problem,
-    )
-
-
-def _nbytes(entries: Mapping[str, Entry]) -> int:
-    return sum(entry.nbytes for entry in entries.values() if entry.name.endswith(".distcp"))

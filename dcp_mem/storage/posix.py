@@ -8,13 +8,11 @@ import fcntl
 import os
 import re
 import stat
-import struct
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TypeVar
 
 from dcp_mem.common.files import (
     UnfitFile,
@@ -26,7 +24,6 @@ from dcp_mem.common.files import (
     sync_directory,
     write_atomically,
 )
-from dcp_mem.config import is_checkpoint_name
 from dcp_mem.errors import (
     CheckpointExists,
     DcpMemError,
@@ -35,20 +32,20 @@ from dcp_mem.errors import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.storage import (
-    Copies,
-    Entry,
-    FileRefused,
-    FileUnavailable,
-    Sending,
-    Source,
-    Unfinished,
-    UploadBroken,
-    part_count,
-    part_nbytes,
+from dcp_mem.storage import Entry, FileRefused, FileUnavailable, Source, Unfinished
+from dcp_mem.storage.posix_paths import (
+    DESCRIPTORS,
+    SEARCHED,
+    answers,
+    enter,
+    found_again,
+    make_directory,
+    make_root,
+    missing_directories,
+    refuse_where_nothing_is_made,
+    takes_nameless_file,
 )
-
-T = TypeVar("T")
+from dcp_mem.storage.posix_upload import MODE, PosixUpload, identity_of
 
 _REFUSED = {
     errno.EACCES,
@@ -60,7 +57,6 @@ _REFUSED = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
 }
-_MODE = 0o666  # less the umask: a checkpoint is for whoever may read the root
 _REFUSED_FILE = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
 _UNAVAILABLE_FILE = {
     errno.EIO,
@@ -73,20 +69,14 @@ _UNAVAILABLE_FILE = {
 """Of one file, where the root answers; a mount that is gone says other things, or this of all."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_TEXT = "no space is left there. Free some, or raise the quota; the flush is tried again."
-_LOST_TEXT = "What was written before may be lost: the file is begun anew"
 _UNFINISHED = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.(?:part|new|tmp))+")
 """Of an upload, of a put on condition, of a put; a put on condition begins with a put."""
-_DESCRIPTORS = "/proc/self/fd"
 _ABOVE = {".", ".."}
-_SEARCHED = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LOCK = ".dcp_mem/lock"
-_MOST_REMOVED = 5
-"""Times that a directory is made anew that somebody removes meanwhile."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
 _LOCK_SECONDS = 10.0
 """The longest wait, in seconds, for another process that holds the lock."""
 _LOCK_PAUSE = 0.005
-_CLONE_RANGE = 0x4020940D  # FICLONERANGE: Python has no name for it
 
 
 class PosixStorage:
@@ -121,11 +111,11 @@ class PosixStorage:
         """Open a file to copy from; None where it is gone, or isn't what was stored any more."""
         try:
             with self._at(source.key) as path:
-                descriptor = _found(open_file, path)
+                descriptor = found_again(open_file, path)
         except OSError:
             return None
         facts = os.fstat(descriptor)
-        if facts.st_size == source.nbytes and _identity(facts) == source.etag:
+        if facts.st_size == source.nbytes and identity_of(facts) == source.etag:
             return descriptor
         os.close(descriptor)
         return None
@@ -133,10 +123,10 @@ class PosixStorage:
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         with self._translated(key), self._at(key, make=True) as path:
             if not create:
-                write_atomically(path, data, sync=True, mode=_MODE)
+                write_atomically(path, data, sync=True, mode=MODE)
                 return
             staged = f"{path}.{uuid.uuid4().hex[:8]}.new"
-            write_atomically(staged, data, sync=True, mode=_MODE)
+            write_atomically(staged, data, sync=True, mode=MODE)
             try:
                 os.link(staged, path)
             except FileExistsError:
@@ -157,28 +147,28 @@ class PosixStorage:
         with self._translated(""):
             if os.path.isdir(self.url):
                 with self._at(name) as path:
-                    os.close(open_file(path, os.O_RDWR | os.O_CREAT, _MODE))
+                    os.close(open_file(path, os.O_RDWR | os.O_CREAT, MODE))
                     os.unlink(path)
                 return
-            above = _missing(self.url)[-1]
+            above = missing_directories(self.url)[-1]
             if os.path.lexists(above):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), above)
             path = os.path.join(os.path.dirname(above), name)
-            if _takes_nameless_file(os.path.dirname(above)):
+            if takes_nameless_file(os.path.dirname(above)):
                 return
             try:
                 os.mkdir(path, 0o700)
                 os.rmdir(path)
             except FileNotFoundError:
-                _refuse_where_nothing_is_made(self.url, above)
+                refuse_where_nothing_is_made(self.url, above)
 
     def get(self, key: str) -> bytes:
         with self._translated(key, is_read=True), self._at(key) as path:
-            return _found(read_bytes, path)
+            return found_again(read_bytes, path)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
         with self._translated(key, is_read=True), self._at(key) as path:
-            descriptor = _found(open_file, path)
+            descriptor = found_again(open_file, path)
             try:
                 return _read(descriptor, offset, buffers)
             finally:
@@ -201,7 +191,7 @@ class PosixStorage:
     def delete(self, key: str) -> None:
         with self._translated(key):
             with contextlib.suppress(FileNotFoundError), self._at(key) as path:
-                _found(os.unlink, path)
+                found_again(os.unlink, path)
             self._remove_parent_if_empty(key)
 
     def has_conditions(self) -> bool:
@@ -211,7 +201,7 @@ class PosixStorage:
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
         with self._translated(key), self._at(key, make=True) as path:
             staged = f"{path}.{uuid.uuid4().hex[:8]}.new"
-            write_atomically(staged, new, sync=True, mode=_MODE)
+            write_atomically(staged, new, sync=True, mode=MODE)
             try:
                 with self._locked():
                     if not self._is(key, old):
@@ -319,7 +309,7 @@ class PosixStorage:
             raise self._astray(key)
         directory = self._open_directory(_directory_of(key), make=make)
         try:
-            yield f"{_DESCRIPTORS}/{directory}/{name}"
+            yield f"{DESCRIPTORS}/{directory}/{name}"
         finally:
             os.close(directory)
 
@@ -328,24 +318,24 @@ class PosixStorage:
         parts = key.split("/") if key else []
         if not {"", *_ABOVE}.isdisjoint(parts):
             raise self._astray(key)
-        self._has_proc = self._has_proc or os.path.isdir(_DESCRIPTORS)
+        self._has_proc = self._has_proc or os.path.isdir(DESCRIPTORS)
         if not self._has_proc:  # all would seem to be missing
             raise StorageRefused(self.url, "/proc isn't mounted. Mount it: files are reached there")
         if make:
-            for made in _make_root(self.url):
+            for made in make_root(self.url):
                 self._set_mode(made)
-        found = _found(lambda path: os.open(path, _SEARCHED), self.url)
+        found = found_again(lambda path: os.open(path, SEARCHED), self.url)
         for part in parts:
-            above, path = found, f"{_DESCRIPTORS}/{found}/{part}"
+            above, path = found, f"{DESCRIPTORS}/{found}/{part}"
             try:
                 try:
-                    found = _found(_enter, path)
+                    found = found_again(enter, path)
                 except FileNotFoundError:
                     if not make:
                         raise
-                    _make_directory(path)
-                    found = _found(_enter, path)
-                    self._set_mode(f"{_DESCRIPTORS}/{found}")
+                    make_directory(path)
+                    found = found_again(enter, path)
+                    self._set_mode(f"{DESCRIPTORS}/{found}")
             finally:
                 os.close(above)
         return found
@@ -387,7 +377,7 @@ class PosixStorage:
         reason = f"{error.strerror or os.strerror(number or 0)} ({self._path(key)})"
         if is_read and is_unfit:
             return FileRefused(self.url, reason)
-        if is_read and number in _REFUSED_FILE | _UNAVAILABLE_FILE and key and _answers(self.url):
+        if is_read and number in _REFUSED_FILE | _UNAVAILABLE_FILE and key and answers(self.url):
             return (FileRefused if number in _REFUSED_FILE else FileUnavailable)(self.url, reason)
         if is_unfit:
             return StorageRefused(self.url, f"{reason}. Remove it, or give another path.")
@@ -399,231 +389,8 @@ class PosixStorage:
         return StorageUnavailable(self.url, _FULL_TEXT if number in _FULL else reason)
 
 
-def name_behind_link(url: str, name: str) -> str:
-    """Return the name in the same directory that a link under the root stands for, else the name.
-
-    People have links such as `latest`. They are names to load from, and nothing else follows them.
-    """
-    target = link_target(url, name)
-    directory, _, base = os.path.join(url, target or name).rpartition("/")
-    is_beside = target is not None and os.path.realpath(directory) == os.path.realpath(url)
-    return base if is_beside and is_checkpoint_name(base) else name
-
-
-def link_target(url: str, name: str) -> str | None:
-    """Return where a link directly under a root leads; None where there is none by that name."""
-    try:
-        return os.readlink(os.path.join(url, name)).rstrip("/") if url.startswith("/") else None
-    except OSError:  # no link, or not to be seen: whoever opens it says so
-        return None
-
-
-class PosixUpload(Sending):
-    """A file that gets its name once it is whole.
-
-    Until then it has a name of its own: two flushers of one segment don't write to the same file.
-
-    A copy is a clone of a part's blocks where the file system has that (XFS, btrfs, NFS 4.2 above
-    these): it moves no bytes. Elsewhere it is a hard link, and all of the file or nothing. There is
-    no `copy_file_range`: where it can't clone, it reads and writes the bytes again.
-
-    `source`: open file that may be copied from. The upload closes it.
-    """
-
-    in_order = False
-
-    def __init__(
-        self,
-        directory: int,
-        name: str,
-        nbytes: int,
-        translated: Callable[[], AbstractContextManager[None]],
-        source: int | None = None,
-    ) -> None:
-        self.part_nbytes = part_nbytes(nbytes)
-        self._directory, self._path = directory, f"{_DESCRIPTORS}/{directory}/{name}"
-        self._translated = translated
-        self._missing = set(range(part_count(nbytes, self.part_nbytes)))
-        self._part = f"{self._path}.{uuid.uuid4().hex[:8]}.part"
-        self._descriptor = os.open(
-            self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _MODE
-        )
-        self._nbytes, self._source, self._etag = nbytes, source, ""
-        self._is_named = self._is_link = False
-        self._loss: tuple[str, str] | None = None  # storage, and why
-        if source is not None:
-            self.copies = Copies.PARTS if self._clones(0) else Copies.WHOLE
-
-    def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
-        offset = number * self.part_nbytes
-        with self._writing():
-            while data:
-                count = os.pwrite(self._descriptor, data, offset)
-                data, offset = data[count:], offset + count
-        self._missing.discard(number)
-        return True
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Translate errors, and raise UploadBroken for good once there was one.
-
-        The error may be of bytes that were written before. The kernel drops those and says so once
-        for each descriptor: the next sync would succeed.
-        """
-        if self._loss is not None:
-            raise UploadBroken(*self._loss)
-        try:
-            with self._translated():
-                yield
-        except (StorageUnavailable, StorageRefused) as error:
-            self._loss = error.url, f"{error.reason.rstrip('.')}. {_LOST_TEXT}"
-            if isinstance(error, StorageRefused):
-                raise
-            raise UploadBroken(*self._loss) from None
-
-    def copy_part(self, number: int, crc32c: int) -> bool:
-        is_copied = self._clones(number)
-        if is_copied:
-            self._missing.discard(number)
-        return is_copied
-
-    def _clones(self, number: int) -> bool:
-        """Clone the blocks of a part; return whether the file system has done it."""
-        if self._source is None:
-            return False
-        start = number * self.part_nbytes
-        nbytes = min(self.part_nbytes, self._nbytes - start)
-        wanted = struct.pack("qQQQ", self._source, start, nbytes, start)
-        try:
-            fcntl.ioctl(self._descriptor, _CLONE_RANGE, wanted)
-        except OSError:
-            return False
-        return nbytes > 0
-
-    def copy_whole(self) -> bool:
-        if self._source is None or _mode(self._source) != _mode(self._descriptor):
-            return False
-        try:
-            # All names of a file have one time. It must not make what is being put look old: gc
-            # and later commits remove old files that belong to no checkpoint.
-            os.utime(self._source)
-            # By its descriptor, so that it is the file that was looked at. Only with a `dir_fd`
-            # does Python follow the link in /proc.
-            os.link(f"/proc/self/fd/{self._source}", self._path, src_dir_fd=self._source)
-        except FileExistsError:
-            # The client's repeated request found the link that the first one had made (NFS), or
-            # another process has put the segment meanwhile.
-            return self._is_there()
-        except OSError:
-            return False
-        with self._translated():
-            sync_directory(os.path.dirname(self._path))
-        self._note(self._source)
-        self._is_link = True
-        return True
-
-    def _is_there(self) -> bool:
-        with self._translated():
-            facts = os.lstat(self._path)
-            self._is_link = stat.S_ISREG(facts.st_mode) and facts.st_size == self._nbytes
-            sync_directory(os.path.dirname(self._path))
-        return self._is_link
-
-    def etag(self) -> str:
-        return self._etag
-
-    def _note(self, descriptor: int) -> None:
-        with self._translated():
-            self._etag = _identity(os.fstat(descriptor))
-
-    def finish(self) -> None:
-        if not self._is_named:
-            with self._writing():
-                if self._missing:
-                    raise ValueError(f"{len(self._missing)} parts of {self._path} were never put")
-                os.fsync(self._descriptor)
-        with self._translated():
-            if not self._is_named:
-                self._note(self._descriptor)
-                os.rename(self._part, self._path)
-                self._is_named = True
-            sync_directory(os.path.dirname(self._path))
-
-    def close(self) -> None:
-        # An error here was reported by fsync already, or would hide the one that kept it from
-        # running.
-        for descriptor in (self._descriptor, self._source):
-            if descriptor is not None:
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
-        if not self._is_named:
-            with contextlib.suppress(OSError):
-                remove(self._part)
-        with contextlib.suppress(OSError):
-            os.close(self._directory)
-
-
 def _directory_of(key: str) -> str:
     return key.rpartition("/")[0]
-
-
-def _enter(path: str) -> int:
-    """Open a directory, to search it; raise UnfitFile for a link or anything else."""
-    try:
-        return os.open(path, _SEARCHED | os.O_NOFOLLOW)
-    except NotADirectoryError:
-        what = f"{os.path.basename(path)} is {kind_of(os.lstat(path).st_mode)}"
-        if what.endswith("link"):
-            what += ", and links below the root aren't followed"
-        raise UnfitFile(path, what) from None
-
-
-def _missing(path: str) -> list[str]:
-    """Return a path and those above it that are no directories, the path first."""
-    missing = []
-    while not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    return missing
-
-
-def _make_root(url: str) -> list[str]:
-    """Make the root, and the directories above it, where they are missing; return these."""
-    for _ in range(_MOST_REMOVED):
-        missing = _missing(url)
-        try:
-            for directory in reversed(missing):
-                _make_directory(directory)
-        except FileNotFoundError:  # somebody removes them meanwhile, or none can be made
-            continue
-        return missing
-    _refuse_where_nothing_is_made(url, missing[-1])
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
-
-
-def _takes_nameless_file(directory: str) -> bool:
-    """Make a file that nothing is left of, whoever is killed. False: not here, or not at all."""
-    try:
-        os.close(os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-    except OSError:
-        return False
-    return True
-
-
-def _refuse_where_nothing_is_made(url: str, missing: str) -> None:
-    """Raise StorageRefused where the directory above is there: it takes none, as in /proc."""
-    if os.path.isdir(os.path.dirname(missing)):
-        reason = f"no directory can be made there ({missing}). Check the path."
-        raise StorageRefused(url, reason)
-
-
-def _make_directory(path: str) -> None:
-    """Make a directory, as durable as what is in it."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o777)
-        # A directory that may be written but not read can't be synced.
-        with contextlib.suppress(PermissionError):
-            sync_directory(os.path.dirname(path))
 
 
 def _open_lock(path: str) -> int:
@@ -633,47 +400,10 @@ def _open_lock(path: str) -> int:
     except PermissionError:
         return open_file(path)
     except FileNotFoundError:
-        descriptor = open_file(path, os.O_RDWR | os.O_CREAT, _MODE)
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT, MODE)
         with contextlib.suppress(PermissionError):  # another user's, who was quicker
-            os.fchmod(descriptor, _MODE & os.stat(os.path.dirname(path)).st_mode)
+            os.fchmod(descriptor, MODE & os.stat(os.path.dirname(path)).st_mode)
         return descriptor
-
-
-def _found(act: Callable[[str], T], path: str) -> T:
-    """Return what `act` returns for a path; a missing name is looked for in its directory.
-
-    An NFS client that has missed a name misses it for half a minute, unless it lists the directory.
-    Raises FileNotFoundError only where the directory doesn't list the name.
-    """
-    try:
-        return act(path)
-    except FileNotFoundError:
-        directory, name = os.path.split(path)
-        # The directory may be one that may be searched but not read, or missing itself.
-        with contextlib.suppress(PermissionError, FileNotFoundError):
-            if name in os.listdir(directory):
-                return act(path)
-        raise
-
-
-def _answers(root: str) -> bool:
-    """Return whether a root can be listed, and its file system answers: nothing keeps that."""
-    try:
-        os.statvfs(root)
-        with os.scandir(root) as entries:
-            next(entries, None)
-    except OSError:
-        return False
-    return True
-
-
-def _mode(descriptor: int) -> int:
-    return stat.S_IMODE(os.fstat(descriptor).st_mode)
-
-
-def _identity(facts: os.stat_result) -> str:
-    """Return what changes where somebody writes to a file, or puts another in its place."""
-    return f"{facts.st_ino}-{facts.st_mtime_ns}"
 
 
 def _links(path: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dcp_mem.common.log import log
+from dcp_mem.config import Settings
 from dcp_mem.storage import NotThisRoute, Storage
 from dcp_mem.storage.fsspec_route import FsspecStorage
 from dcp_mem.storage.posix import PosixStorage
@@ -22,6 +23,13 @@ def open_storage(
     Raises StorageRefused, StorageUnavailable.
     """
     return RetryingStorage(_storage(url, _copied(storage_options)), retry_policy)
+
+
+def storage_of(chosen: Settings, retry_policy: RetryPolicy = RETRIES) -> RetryingStorage | None:
+    """Return a job's storage; None for a job without a URL. Raises what `open_storage` raises."""
+    if chosen.url is None:
+        return None
+    return open_storage(chosen.url, chosen.storage_options, retry_policy)
 
 
 def _copied(options: Any) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from botocore.exceptions import ClientError
@@ -61,21 +62,11 @@ class S3Storage:
         with self._translator.errors():
             begun = self._begun_before(path)
             if begun is None:
-                begun = (
-                    self._client.call("create_multipart_upload", Key=path, **self._algorithm())[
-                        "UploadId"
-                    ],
-                    {},
-                )
-        return Multipart(
-            self._client,
-            path,
-            nbytes,
-            begun=begun,
-            translator=self._translator,
-            url=self.url,
-            source=self._copied_from(source),
-        )
+                algorithm = self._client.algorithm()
+                answer = self._client.call("create_multipart_upload", Key=path, **algorithm)
+                begun = answer["UploadId"], {}
+        original = self._copied_from(source)
+        return Multipart(self._client, path, nbytes, self._translator, original, begun)
 
     def _copied_from(self, source: Source | None) -> _Original | None:
         if source is None or not source.etag:
@@ -185,34 +176,38 @@ class S3Storage:
         return True
 
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        path, data, crc32c = self._path(key), memoryview(new), checksum(new)
+        return self._if_unchanged(
+            key, old, lambda condition: _put(self._client, path, data, crc32c, **condition)
+        )
+
+    def remove(self, key: str, old: bytes) -> bool:
+        return self._if_unchanged(key, old, partial(self._delete_on, self._path(key)))
+
+    def _delete_on(self, path: str, condition: Mapping[str, str]) -> None:
+        try:
+            self._client.call("delete_object", Key=path, **condition)
+        except ClientError as error:
+            if not condition or status_of(error) not in _NOT_IMPLEMENTED:
+                raise
+            # It compares when it puts, but not when it deletes.
+            self._client.call("delete_object", Key=path)
+
+    def _if_unchanged(
+        self, key: str, old: bytes, act: Callable[[Mapping[str, str]], object]
+    ) -> bool:
+        """Act on an object on condition that it is still these bytes; return whether it was."""
         etag = self._etag_of(key, old)
         if etag is None:
             return False
         condition = {"IfMatch": etag} if self.has_conditions() else {}
         with self._translator.errors():
             try:
-                _put(self._client, self._path(key), memoryview(new), checksum(new), **condition)
+                act(condition)
             except ClientError as error:
                 if condition and status_of(error) in _CHANGED:
                     return False
                 raise
-        return True
-
-    def remove(self, key: str, old: bytes) -> bool:
-        etag = self._etag_of(key, old)
-        if etag is None:
-            return False
-        condition = {"IfMatch": etag} if self.has_conditions() else {}
-        with self._translator.errors():
-            try:
-                self._client.call("delete_object", Key=self._path(key), **condition)
-            except ClientError as error:
-                if condition and status_of(error) in _CHANGED:
-                    return False
-                if not condition or status_of(error) not in _NOT_IMPLEMENTED:
-                    raise
-                # It compares when it puts, but not when it deletes.
-                self._client.call("delete_object", Key=self._path(key))
         return True
 
     def _etag_of(self, key: str, data: bytes) -> str | None:
@@ -290,9 +285,6 @@ class S3Storage:
         for page in self._client.pages("list_multipart_uploads", Prefix=prefix):
             yield from page.get("Uploads", ())
 
-    def _algorithm(self) -> dict[str, str]:
-        return {"ChecksumAlgorithm": "CRC32C"} if self._client.sends_checksums else {}
-
     def _path(self, key: str) -> str:
         return "/".join(filter(None, (self._root, key)))
 
@@ -327,8 +319,8 @@ class _Original:
         return is_known and _bare(result["ETag"]) == self.parts[number]
 
 
-class OnePart(Sending):
-    """An upload of an object that has a single part: that is put, as the object.
+class _S3Upload(Sending):
+    """What uploads to S3 have in common.
 
     `source`: object with the same bytes, which may be copied; None for none.
     """
@@ -346,8 +338,15 @@ class OnePart(Sending):
     ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
         self._client, self._path, self._nbytes, self._translator = client, path, nbytes, translator
-        self._is_put, self._etag, self._source = False, "", source
+        self._is_done, self._etag, self._source = False, "", source
         self.copies = Copies.NOTHING if source is None else Copies.PARTS
+
+    def close(self) -> None:
+        return
+
+
+class OnePart(_S3Upload):
+    """An upload of an object that has a single part: that is put, as the object."""
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         if number != 0 or len(data) != self._nbytes:
@@ -356,13 +355,13 @@ class OnePart(Sending):
             )
         with self._translator.errors():
             answer = _put(self._client, self._path, data, crc32c)
-        self._is_put, self._etag = True, _bare(answer.get("ETag", ""))
+        self._is_done, self._etag = True, _bare(answer.get("ETag", ""))
         return True
 
     def copy_part(self, number: int, crc32c: int) -> bool:
         if self._source is None:
             return False
-        algorithm = {"ChecksumAlgorithm": "CRC32C"} if self._client.sends_checksums else {}
+        algorithm = self._client.algorithm()
         with self._translator.errors():
             result = _copied(
                 self._client,
@@ -373,18 +372,15 @@ class OnePart(Sending):
             )
         if result is None or not self._source.is_copied(0, crc32c, result):
             return False
-        self._is_put, self._etag = True, _bare(result["ETag"])
+        self._is_done, self._etag = True, _bare(result["ETag"])
         return True
 
     def etag(self) -> str:
         return f"{self._etag},{self._etag}" if self._etag else ""
 
     def finish(self) -> None:
-        if not self._is_put:
+        if not self._is_done:
             raise ValueError(f"{self._path} has a part that was not put")
-
-    def close(self) -> None:
-        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,36 +392,27 @@ class _Part:
     crc32c: str  # in base64; "" where the storage doesn't tell
 
 
-class Multipart(Sending):
+class Multipart(_S3Upload):
     """A multipart upload. One cut short can be continued; it costs money until it is dropped.
 
     Several processes may work on the same one, with the same bytes. Each keeps its own list of
     parts; a process that finds the upload finished by another one is done.
 
-    `source`: object whose parts may be copied; None for none.
+    `begun`: its id, and the parts that storage has.
     """
-
-    in_order = False
-    verifies_copies = True
 
     def __init__(
         self,
         client: S3Client,
         path: str,
         nbytes: int,
-        *,
-        begun: tuple[str, dict[int, _Part]],
         translator: Translator,
-        url: str,
-        source: _Original | None = None,
+        source: _Original | None,
+        begun: tuple[str, dict[int, _Part]],
     ) -> None:
-        self.part_nbytes = part_nbytes(nbytes)
-        self._client, self._path, self._nbytes = client, path, nbytes
-        self._translator, self._url = translator, url
+        super().__init__(client, path, nbytes, translator, source)
         self._upload_id, self._found = begun
         self._parts: dict[int, _Part] = {}
-        self._is_finished, self._etag, self._source = False, "", source
-        self.copies = Copies.NOTHING if source is None else Copies.PARTS
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         found = self._found.get(number)
@@ -483,12 +470,12 @@ class Multipart(Sending):
 
     def etag(self) -> str:
         count = part_count(self._nbytes, self.part_nbytes)
-        if not self._is_finished or len(self._parts) < count:
+        if not self._is_done or len(self._parts) < count:
             return ""
         return ",".join([self._etag, *(_bare(self._parts[one].etag) for one in range(count))])
 
     def finish(self) -> None:
-        if self._is_finished:
+        if self._is_done:
             return
         count = part_count(self._nbytes, self.part_nbytes)
         if missing := count - len(self._parts.keys() & range(count)):
@@ -504,10 +491,7 @@ class Multipart(Sending):
                 if _code(error) == "InvalidPart":
                     self._take_what_others_sent()
                 self._must_be_finished(error)
-        self._is_finished = True
-
-    def close(self) -> None:
-        return
+        self._is_done = True
 
     def _names(self) -> dict[str, str]:
         return {"Key": self._path, "UploadId": self._upload_id}
@@ -523,7 +507,7 @@ class Multipart(Sending):
             if number in self._parts and part.crc32c and part.crc32c == self._parts[number].crc32c:
                 self._parts[number] = part
         raise StorageUnavailable(
-            self._url, f"another process was sending parts of {self._path} as well"
+            self._translator.url, f"another process was sending parts of {self._path} as well"
         )
 
     def _must_be_finished(self, error: ClientError) -> None:
@@ -540,8 +524,10 @@ class Multipart(Sending):
                 raise
             stored = -1
         if stored != self._nbytes:
-            raise StorageUnavailable(self._url, f"the upload of {self._path} was dropped meanwhile")
-        self._is_finished = True
+            raise StorageUnavailable(
+                self._translator.url, f"the upload of {self._path} was dropped meanwhile"
+            )
+        self._is_done = True
 
 
 def _put(client: S3Client, path: str, data: memoryview, crc32c: int, **condition: str) -> Any:

@@ -64,6 +64,10 @@ class S3Client:
             client.meta.events.register(f"before-send.s3.{operation}", self._direct.take_over)
         weakref.finalize(self, client.close)
 
+    def algorithm(self) -> dict[str, str]:
+        """Return the arguments by which a request asks for checksums."""
+        return {"ChecksumAlgorithm": "CRC32C"} if self.sends_checksums else {}
+
     def call(self, method: str, **arguments: Any) -> Any:
         """Return the answer to a request. Bodies are given as `Body`."""
         answer = getattr(self._client, method)(**self._arguments(method, arguments))

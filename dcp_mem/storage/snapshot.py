@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from dcp_mem.common.files import read_bytes, remove, write_atomically
 from dcp_mem.errors import DcpMemError
-from dcp_mem.storage import Entry, Source, Storage, Unfinished, Upload
+from dcp_mem.storage import Entry, Storage
 
 _MOST_KEYS = 3_000
 """A listing of more keys is slower than a few short ones side by side."""
@@ -28,7 +28,7 @@ _SETTLED_SECONDS = 60.0
 class Snapshot:
     """A storage whose listings are those of one moment, and whose small files are kept.
 
-    What isn't answered from there is asked of the storage.
+    What can't be answered from there is asked of the storage.
 
     `cache`: where small files are kept; None for nowhere.
     """
@@ -67,33 +67,6 @@ class Snapshot:
         if len(buffers) == 1 and count == wanted:
             self._keep(key, place, bytes(buffers[0]))
         return count
-
-    def tree(self, most: int) -> list[tuple[str, Entry]] | None:
-        return self._storage.tree(most)
-
-    def upload(self, key: str, nbytes: int, source: Source | None = None) -> Upload:
-        return self._storage.upload(key, nbytes, source)
-
-    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
-        self._storage.put(key, data, create=create)
-
-    def delete(self, key: str) -> None:
-        self._storage.delete(key)
-
-    def has_conditions(self) -> bool:
-        return self._storage.has_conditions()
-
-    def swap(self, key: str, old: bytes, new: bytes) -> bool:
-        return self._storage.swap(key, old, new)
-
-    def remove(self, key: str, old: bytes) -> bool:
-        return self._storage.remove(key, old)
-
-    def unfinished(self, prefix: str) -> list[Unfinished]:
-        return self._storage.unfinished(prefix)
-
-    def drop_unfinished(self, key: str) -> None:
-        self._storage.drop_unfinished(key)
 
     def _kept(self, key: str, place: str) -> bytes | None:
         identity = self._identity(key)

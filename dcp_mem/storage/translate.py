@@ -123,7 +123,7 @@ class Translator:
     def __init__(
         self, url: str, storage_options: Mapping[str, Any], *, files_are_objects: bool = True
     ) -> None:
-        self._url, self._files_are_objects = url, files_are_objects
+        self.url, self._files_are_objects = url, files_are_objects
         self._secrets = sorted(set(_secrets(storage_options)), key=len, reverse=True)
 
     @contextmanager
@@ -145,27 +145,27 @@ class Translator:
         `key`: what is missing where the storage says so; None: that is a refusal.
         """
         if says(error, *_NO_CONTAINER):
-            return StorageRefused(self._url, _NO_CONTAINER_TEXT)
+            return StorageRefused(self.url, _NO_CONTAINER_TEXT)
         if key is not None and self._is_missing(error):
-            return StorageKeyMissing(self._url, key)
+            return StorageKeyMissing(self.url, key)
         text = self._redacted(f"{type(error).__name__}: {_first_line(error)}")[:600].rstrip(". ")
         if says(error, *_UNTRUSTED):
-            return StorageRefused(self._url, f"{text}. {_UNTRUSTED_TEXT}")
+            return StorageRefused(self.url, f"{text}. {_UNTRUSTED_TEXT}")
         if isinstance(error, NotImplementedError):
             return StorageRefused(
-                self._url, f"{text}. Its file system lacks what a flush needs: give another URL."
+                self.url, f"{text}. Its file system lacks what a flush needs: give another URL."
             )
         if isinstance(error, ImportError):
             return StorageRefused(
-                self._url, f"{text}. Install the package that fsspec needs for this protocol."
+                self.url, f"{text}. Install the package that fsspec needs for this protocol."
             )
         if says(error, *_EXPIRED):
-            return CredentialsExpired(self._url, f"{_EXPIRED_TEXT} ({text})")
+            return CredentialsExpired(self.url, f"{_EXPIRED_TEXT} ({text})")
         if not _is_refusal(error):
-            return StorageUnavailable(self._url, text, _retry_after(error))
+            return StorageUnavailable(self.url, text, _retry_after(error))
         advice = next((advice for code, advice in _ADVICE.items() if says(error, code)), "")
         advice = advice or "Check the URL, and that the credentials may read and write there."
-        return StorageRefused(self._url, f"{text}. {advice}")
+        return StorageRefused(self.url, f"{text}. {advice}")
 
     def _is_missing(self, error: Exception) -> bool:
         """Return whether an object is missing, and not what the credentials come from."""

@@ -23,7 +23,7 @@ from dcp_mem.format import names
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
 from dcp_mem.saving.streams import NothingNew
-from dcp_mem.storage import Storage
+from dcp_mem.storage import StoredFiles
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job, committed_in
 from tests.support.docs import blocks
@@ -191,7 +191,7 @@ def test_what_is_damaged_in_memory_is_read_from_storage_or_refused(job: Job) -> 
 
 
 def _reads_while_storage_is_silent(job: Job) -> None:
-    def committed_under(storage: Storage, name: str) -> NoReturn:
+    def committed_under(storage: StoredFiles, name: str) -> NoReturn:
         raise StorageUnavailable(storage.url, "an outage")
 
     reading.committed_under = committed_under  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import torch
 from dcp_mem.errors import NoRecoverableCheckpoint, StorageUnavailable
 from dcp_mem.loading import survey
 from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
-from dcp_mem.storage import Storage
+from dcp_mem.storage import StoredFiles
 from tests.support.checkpoints.jobs import Job, committed_in, save
 from tests.support.checkpoints.plans import logged
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
@@ -301,7 +301,7 @@ def _lose_a_segment(folder: Path, memory: Path) -> str:
 
 
 def _lose_storage(folder: Path, memory: Path) -> str:
-    def checkpoint_names(storage: Storage) -> NoReturn:
+    def checkpoint_names(storage: StoredFiles) -> NoReturn:
         raise StorageUnavailable(storage.url, "an outage")
 
     _saved(folder, memory)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dcp_mem.errors import StorageUnavailable
 from dcp_mem.flushing import agent_handle
-from dcp_mem.storage import Source, posix
+from dcp_mem.storage import Source, posix_upload
 from dcp_mem.storage.posix import PosixStorage
 from tests.support.processes.kill_targets import Place, agents_of, forked, name_of, save, wait_for
 
@@ -123,7 +123,7 @@ def test_an_upload_that_cannot_begin_leaves_no_descriptor(
         return opened[-1]
 
     (tmp_path / "after").mkdir()
-    etag = posix._identity(os.stat(tmp_path / "before"))
+    etag = posix_upload.identity_of(os.stat(tmp_path / "before"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_source_alone)
         with pytest.raises(StorageUnavailable):

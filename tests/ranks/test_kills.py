@@ -23,7 +23,8 @@ from dcp_mem.format import names
 from dcp_mem.memory import locks, slots
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import SlotPool
-from dcp_mem.storage.posix import PosixStorage, PosixUpload
+from dcp_mem.storage.posix import PosixStorage
+from dcp_mem.storage.posix_upload import PosixUpload
 from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.kill_targets import (
     OVERLAPPED,

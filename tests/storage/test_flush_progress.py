@@ -23,7 +23,7 @@ from dcp_mem.format.history import HistoryRow, from_csv, to_csv
 from dcp_mem.format.manifest import FlushRecord, NodeManifest
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.storage.posix import PosixUpload
+from dcp_mem.storage.posix_upload import PosixUpload
 from tests.support.checkpoints.jobs import Job, save, wait_until
 from tests.support.processes.forks import forked, forked_ranks
 from tests.support.storage.gated import install as install_gate

@@ -14,7 +14,8 @@ from dcp_mem.errors import StorageUnavailable
 from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.flushing.upload import SegmentUpload, upload_all
 from dcp_mem.format.manifest import ItemTable
-from dcp_mem.storage.posix import PosixStorage, PosixUpload
+from dcp_mem.storage.posix import PosixStorage
+from dcp_mem.storage.posix_upload import PosixUpload
 
 NBYTES = 4096
 

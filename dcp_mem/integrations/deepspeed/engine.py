@@ -91,10 +91,6 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Take the place of a DeepSpeed engine's checkpoint engine, and of its `load_checkpoint`.
 
         Its `save_16bit_model` writes a file, as without this.
-
-        Args:
-            engine: What `deepspeed.initialize` returned.
-            shared_dir: As in `use_memory`.
         """
         engine.checkpoint_engine = self
         engine.load_checkpoint = UniversalLoads(engine, self.tag_of, shared_dir).load_checkpoint
@@ -105,10 +101,6 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         A tag without a number, such as Accelerate's "pytorch_model", is the same for each
         checkpoint: the last part of the directory is put in front of it.
-
-        Args:
-            save_dir: DeepSpeed's directory; "" if it doesn't say.
-            tag: DeepSpeed's tag.
         """
         if not _TELLS_DIRECTORY or _BEHIND_DIRECTORY in tag or any(map(str.isdigit, tag)):
             return tag
@@ -119,11 +111,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return full if is_checkpoint_name(full) else tag
 
     def create(self, info: Any) -> None:
-        """Begin the checkpoint of the tag that DeepSpeed is about to save.
-
-        Args:
-            info: DeepSpeed's description of the checkpoint; before version 0.17 its tag.
-        """
+        """Begin the checkpoint of the tag that DeepSpeed is about to save."""
         # Before DeepSpeed 0.17 the tag alone is given.
         save_dir, tag = ("", info) if isinstance(info, str) else (info.save_dir, str(info.tag))
         self._checkpoint = nebula.Checkpoint(self.tag_of(save_dir, tag), ON_COMMIT)
@@ -131,12 +119,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def save(self, state_dict: Any, path: str) -> None:
         """Add a file to the checkpoint in memory, and put a placeholder at its path.
 
-        Args:
-            state_dict: What DeepSpeed would write with `torch.save`.
-            path: Where it would write it; the last part is the file's name.
-
-        Raises:
-            ConfigError: No checkpoint has begun.
+        Raises ConfigError.
         """
         if self._checkpoint is None:
             raise ConfigError(
@@ -146,25 +129,14 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         place(Path(path))
 
     def commit(self, info: Any) -> bool:
-        """Complete the checkpoint on all ranks; return False, and log why, if a rank failed.
-
-        Args:
-            info: Ignored; the checkpoint is the one that `create` began.
-        """
+        """Complete the checkpoint on all ranks; return False, and log why, if a rank failed."""
         checkpoint, self._checkpoint, self._loaded = self._checkpoint, None, None
         return checkpoint is not None and checkpoint.commit()
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Load a file of a checkpoint.
+        """Load a file of the checkpoint that its directory names; else of the newest checkpoint.
 
-        Args:
-            path: DeepSpeed's path of the file. If DeepSpeed has saved it there itself, that is
-                loaded. Otherwise its directory names the checkpoint; if that isn't there, the
-                newest one is taken.
-            map_location: As in `torch.load`.
-
-        Raises:
-            DcpMemError: No checkpoint is whole.
+        A file that DeepSpeed has saved there itself is loaded as it is. Raises DcpMemError.
         """
         if has_content(Path(path)):
             return torch.load(path, map_location=map_location, weights_only=False)

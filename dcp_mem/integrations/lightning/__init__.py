@@ -4,9 +4,16 @@ trainer = Trainer(plugins=[MemoryCheckpointIO(root)],
 callbacks=[MemoryCheckpoint(every_n_train_steps=100)]) trainer.fit(model, ckpt_path="last")
 """
 
+from __future__ import annotations
+
 from dcp_mem.common.releases import warn_if_untested
 
 warn_if_untested("lightning")
+
+import functools
+from collections.abc import Callable
+
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from dcp_mem.integrations.lightning.callback import MemoryCheckpoint
 from dcp_mem.integrations.lightning.checkpoint_io import MemoryCheckpointIO
@@ -16,7 +23,6 @@ from dcp_mem.integrations.lightning.strategies import (
     MemoryFSDPStrategy,
     MemoryModelParallelStrategy,
 )
-from dcp_mem.integrations.lightning.wrapped import end_with_wrapper
 
 __all__ = [
     "NEWEST",
@@ -27,4 +33,23 @@ __all__ = [
     "MemoryModelParallelStrategy",
 ]
 
-end_with_wrapper()
+
+def _end_with_wrapper() -> None:
+    """Have `AsyncCheckpointIO` end the MemoryCheckpointIO that it wraps, once its saves are done.
+
+    Lightning 2.6 ends the outermost plugin only, and the wrapper doesn't pass that on.
+    """
+    stock: Callable[[AsyncCheckpointIO], None] = AsyncCheckpointIO.teardown
+
+    @functools.wraps(stock)
+    def teardown(self: AsyncCheckpointIO) -> None:
+        try:
+            stock(self)
+        finally:
+            if isinstance(self.checkpoint_io, MemoryCheckpointIO):
+                self.checkpoint_io.teardown()
+
+    AsyncCheckpointIO.teardown = teardown  # type: ignore[method-assign]
+
+
+_end_with_wrapper()

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dcp_mem.errors import ConfigError
-from dcp_mem.integrations.lightning.checkpoint_io import MemoryCheckpointIO
+from dcp_mem.integrations.lightning.checkpoint_io import MemoryCheckpointIO, plugin_of
 from dcp_mem.integrations.lightning.paths import NEWEST, directory_of
 from dcp_mem.integrations.lightning.strategies import SavesTogether
 from dcp_mem.manager.preemption import Preemption
@@ -82,14 +82,16 @@ class MemoryCheckpoint(ModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the callback the job's own address where it has no directory."""
         if self.dirpath is None:
-            self.dirpath = directory_of(_plugin(trainer).settings.job)
+            self.dirpath = directory_of(plugin_of(trainer.strategy, self).settings.job)
         super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the preemption signals, before Lightning's handlers do."""
         super().on_train_start(trainer, pl_module)
         if self._signals:
-            self._preemption = Preemption(_plugin(trainer).writer, self._signals, self._deadline)
+            self._preemption = Preemption(
+                plugin_of(trainer.strategy, self).writer, self._signals, self._deadline
+            )
             self._preemption.install()  # It takes the signals before Lightning's handlers do.
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -105,13 +107,8 @@ class MemoryCheckpoint(ModelCheckpoint):
         super().on_exception(trainer, pl_module, exception)
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
-        """Tell whether a save would replace a checkpoint in memory or on storage; all ranks alike.
-
-        Args:
-            filepath: Path or address of the checkpoint.
-            trainer: The trainer; the ranks that save and remove for their nodes are asked.
-        """
-        strategy, memory = trainer.strategy, _plugin(trainer)
+        """Tell whether a save would replace a checkpoint in memory or on storage."""
+        strategy, memory = trainer.strategy, plugin_of(trainer.strategy, self)
         is_asked = trainer.is_global_zero or (
             isinstance(strategy, SavesTogether) and strategy.local_rank == 0
         )
@@ -119,13 +116,13 @@ class MemoryCheckpoint(ModelCheckpoint):
         return strategy.reduce_boolean_decision(is_taken, all=False)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        _plugin(trainer)
+        plugin_of(trainer.strategy, self)
         return {NEWEST}
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if self._preemption is not None:
             self._preemption.wait()
-        memory = _plugin(trainer)
+        memory = plugin_of(trainer.strategy, self)
         memory.annotate_next_save(trainer.callback_metrics)
         started = time.monotonic()
         super()._save_checkpoint(trainer, filepath)
@@ -146,13 +143,3 @@ class MemoryCheckpoint(ModelCheckpoint):
         if self._preemption is not None:
             self._preemption.uninstall()
         self._preemption = None
-
-
-def _plugin(trainer: Trainer) -> MemoryCheckpointIO:
-    io = trainer.strategy.checkpoint_io
-    if not isinstance(io, MemoryCheckpointIO):
-        raise ConfigError(
-            "MemoryCheckpoint saves through MemoryCheckpointIO: "
-            "give Trainer(plugins=[MemoryCheckpointIO(root)]), with no other plugin around it"
-        )
-    return io

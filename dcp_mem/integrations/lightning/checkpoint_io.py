@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import Unpack
 
 from dcp_mem import functional
 from dcp_mem.common.log import log
+from dcp_mem.common.values import State
 from dcp_mem.config import Settings, checked_metrics
 from dcp_mem.errors import (
     CheckpointNotFound,
@@ -27,7 +29,6 @@ from dcp_mem.errors import (
     DcpMemError,
     NoRecoverableCheckpoint,
 )
-from dcp_mem.integrations.endings import Ending
 from dcp_mem.integrations.lightning.flatten import OPTIMIZERS, REST, join, split
 from dcp_mem.integrations.lightning.paths import (
     NEWEST,
@@ -37,18 +38,21 @@ from dcp_mem.integrations.lightning.paths import (
     name_of,
     target_of,
 )
-from dcp_mem.integrations.lightning.taken import TakenNames
-from dcp_mem.integrations.removals import Removals
-from dcp_mem.operations.inventory import job_memory
+from dcp_mem.integrations.removals import Ending, Removals
+from dcp_mem.operations.inventory import in_memory, job_memory
 from dcp_mem.options import WriterOptions
 from dcp_mem.planning.whole_checkpoint import WholePlanner
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
-from dcp_mem.runtime.states import status_of
+from dcp_mem.runtime.states import status, status_of
+from dcp_mem.storage.listing import checkpoint_names
+from dcp_mem.storage.retry import RetryPolicy
+from dcp_mem.storage.routes import storage_of
 from dcp_mem.writer import MemoryStorageWriter
 
 _PAUSE = 0.02
 _WAKE_EVERY = 2.0
 _VERSION = "pytorch-lightning_version"
+_RETRIES = RetryPolicy(tries=3, deadline_seconds=10.0)
 
 
 class Nothing(dict[str, Any]):
@@ -90,7 +94,7 @@ class MemoryCheckpointIO(CheckpointIO):
         self.writer = MemoryStorageWriter(path, **options)
         self._weights_only = weights_only
         self._removals = Removals(self.settings)
-        self._taken = TakenNames(self.settings)
+        self._taken = _TakenNames(self.settings)
         self._ending = Ending()
         self._was_skipped = False
         self._held_back: dict[str, tuple[str | Path, bool]] = {}  # removals, until a save succeeds
@@ -108,17 +112,11 @@ class MemoryCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save a whole checkpoint from this rank alone; return when it is complete in memory.
-
-        Args:
-            checkpoint: Lightning's checkpoint of the whole model.
-            path: Lightning's path or address; its temporary files stay files.
-            storage_options: None, or ConfigError is raised.
-        """
+        """Save a whole checkpoint from this rank alone; return when it is complete in memory."""
         if _is_temporary(path):
             self._files.save_checkpoint(checkpoint, path, storage_options)
             return
-        _refuse(storage_options)
+        refuse_options(storage_options)
         self.save(split(checkpoint), path, checkpoint.get("global_step"), no_dist=True)
 
     def load_checkpoint(
@@ -126,17 +124,10 @@ class MemoryCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Load a whole checkpoint from the nearest place that has it. Call it on all ranks.
 
-        Args:
-            path: The path that it was saved to, or NEWEST; or a file that Lightning itself wrote,
-                which `torch.load` reads.
-            map_location: A device for the tensors; by default they are on the CPU.
-            weights_only: As in the constructor.
+        Its tensors are on the CPU, unless `map_location` names a device. A file that Lightning
+        itself wrote is loaded by `torch.load`.
 
-        Raises:
-            CheckpointNotFound: There is no checkpoint of this path.
-            NoRecoverableCheckpoint: There are checkpoints, and none is whole.
-            UntrustedObject: It holds what could run code when unpickled.
-            ConfigError: map_location is no device, or the checkpoint isn't Lightning's.
+        Raises CheckpointNotFound, NoRecoverableCheckpoint, UntrustedObject, ConfigError.
         """
         if _is_temporary(path):
             return self._files.load_checkpoint(path, map_location)
@@ -173,11 +164,7 @@ class MemoryCheckpointIO(CheckpointIO):
         )
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint from this node's memory and from storage, behind training.
-
-        Args:
-            path: Lightning's path or address.
-        """
+        """Remove a checkpoint from this node's memory and from storage, behind training."""
         if _is_temporary(path):
             self._files.remove_checkpoint(path)
             return
@@ -186,8 +173,7 @@ class MemoryCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """Wait until storage has what it should have; after an exception, leave that to the agent.
 
-        Raises:
-            FlushFailed: Storage refuses a checkpoint, which stays in memory.
+        Raises FlushFailed.
         """
         is_broken_off, is_flushed = self._ending.is_broken_off(), False
         try:
@@ -205,12 +191,6 @@ class MemoryCheckpointIO(CheckpointIO):
 
         After a save that is skipped, what Lightning removes stays until a save succeeds: Lightning
         takes it for replaced.
-
-        Args:
-            state: The state dict.
-            path: Lightning's path, which names the checkpoint.
-            step: The training step, if known.
-            no_dist: Whether this rank alone has all of the state.
         """
         self._ending.begin()
         name = name_of(path, self.settings.url)
@@ -247,14 +227,9 @@ class MemoryCheckpointIO(CheckpointIO):
     ) -> bool:
         """Load a checkpoint into a state dict. Call it on all ranks.
 
-        Args:
-            state_for: Returns the state dict for a checkpoint with this metadata; an empty one is
-                filled with all that the checkpoint has.
-            path: The path that it was saved to, or NEWEST.
-            weights_only: As in the constructor.
-
-        Returns:
-            Whether there was a checkpoint; only NEWEST may find none.
+        `state_for`: returns the state dict for a checkpoint with this metadata; an empty one is
+        filled with all that the checkpoint has. Returns whether there was a checkpoint; only NEWEST
+        may find none.
         """
         self._ending.begin()
         restricted = self._weights_only if weights_only is None else weights_only
@@ -288,12 +263,7 @@ class MemoryCheckpointIO(CheckpointIO):
         return True
 
     def remove(self, path: str | Path, *, from_storage: bool) -> None:
-        """Remove a checkpoint from this node's memory, behind training.
-
-        Args:
-            path: The path that it was saved to.
-            from_storage: Remove it from storage as well; one rank does.
-        """
+        """Remove a checkpoint from this node's memory, behind training."""
         if is_link(path):  # `save_last="link"`: what it points to has a name of its own
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -313,9 +283,6 @@ class MemoryCheckpointIO(CheckpointIO):
         """Tell whether a save would replace a checkpoint here or on storage, or Lightning's file.
 
         What Lightning has removed is no longer in the way, even if it is still there.
-
-        Args:
-            path: Lightning's path or address.
         """
         if is_file(path):
             return True
@@ -326,11 +293,7 @@ class MemoryCheckpointIO(CheckpointIO):
             return False
 
     def annotate_next_save(self, metrics: Mapping[str, Any]) -> None:
-        """Keep metrics with the next checkpoint, for `keep_best` and listings.
-
-        Args:
-            metrics: Figures by name; what isn't a number is left out.
-        """
+        """Keep those metrics that are numbers with the next checkpoint."""
         self._metrics = {}
         for name, value in metrics.items():
             with contextlib.suppress(ConfigError):
@@ -339,8 +302,7 @@ class MemoryCheckpointIO(CheckpointIO):
     def report(self) -> RecoveryReport:
         """Return what the last load took, from where, and what it passed over.
 
-        Raises:
-            ConfigError: Nothing has been loaded yet.
+        Raises ConfigError.
         """
         if self._report is None:
             raise ConfigError("nothing has been loaded yet")
@@ -373,6 +335,55 @@ class MemoryCheckpointIO(CheckpointIO):
 
     def _is_first(self) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0
+
+
+class _TakenNames:
+    """The names of this node's checkpoints and of those on storage, as Lightning knows them.
+
+    A name is free once Lightning has removed its checkpoint, even if the removal is still under
+    way. Storage is listed once; what is saved or removed later is known here.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._is_taken: dict[str, bool] = {}  # what this process has saved, or removed
+        self._in_memory = set[str]()  # when storage was listed
+        self._on_storage: set[str] | None = None
+
+    def add(self, name: str) -> None:
+        """Note that a checkpoint of this name has been saved."""
+        self._is_taken[name] = True
+
+    def free(self, name: str) -> None:
+        """Note that the checkpoint of this name is removed."""
+        self._is_taken[name] = False
+
+    def __contains__(self, name: str) -> bool:
+        if not self._is_taken.get(name, True):
+            return False
+        if self._on_storage is None:
+            self._list()
+        if name in (self._on_storage or ()) and name not in self._is_taken:
+            return True
+        followed = name in self._is_taken or name in self._in_memory or self._on_storage is None
+        return any(
+            one.name == name and (one.in_memory or (followed and one.state is State.DURABLE))
+            for one in status(self._settings)
+        )
+
+    def _list(self) -> None:
+        """List storage; if it doesn't answer, say so, and go by memory and its history."""
+        self._in_memory = {one.name for one in in_memory(self._settings)}
+        try:
+            storage = storage_of(self._settings, _RETRIES)
+            self._on_storage = set(checkpoint_names(storage) if storage is not None else ())
+        except (DcpMemError, OSError) as error:
+            log.warning(
+                "%s can't be listed, so a checkpoint there that this node has never saved is "
+                "replaced by a new one of its name: %s",
+                self._settings.url,
+                error,
+            )
 
 
 def _newest(reader: MemoryStorageReader) -> tuple[str, bool]:
@@ -409,7 +420,8 @@ def _is_temporary(path: str | Path) -> bool:
     return os.path.basename(os.fspath(path)).startswith(".")
 
 
-def _refuse(storage_options: Any | None) -> None:
+def refuse_options(storage_options: Any | None) -> None:
+    """Raise ConfigError for options of one save."""
     if storage_options is not None:
         raise ConfigError(
             "storage_options of one save: give them to MemoryCheckpointIO, for all of them"
@@ -425,3 +437,14 @@ def _moved(value: Any, device: torch.device) -> Any:
     elif isinstance(value, list):
         value[:] = [_moved(one, device) for one in value]
     return value
+
+
+def plugin_of(strategy: Strategy, user: object) -> MemoryCheckpointIO:
+    """Return the trainer's plugin. Raises ConfigError where it is another one."""
+    io = strategy.checkpoint_io
+    if not isinstance(io, MemoryCheckpointIO):
+        raise ConfigError(
+            f"{type(user).__name__} saves through MemoryCheckpointIO: "
+            f"give Trainer(plugins=[MemoryCheckpointIO(root)]), with no other plugin around it"
+        )
+    return io

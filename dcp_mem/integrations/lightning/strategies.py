@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.optim import Optimizer
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointNotFound, ConfigError
-from dcp_mem.integrations.lightning.checkpoint_io import MemoryCheckpointIO, Nothing
+from dcp_mem.integrations.lightning.checkpoint_io import (
+    MemoryCheckpointIO,
+    Nothing,
+    plugin_of,
+    refuse_options,
+)
 from dcp_mem.integrations.lightning.flatten import REST, entries_of, split
 from dcp_mem.integrations.lightning.paths import is_file
-from dcp_mem.integrations.lightning.sharded import ShardedOptimizer, names_with_state
-from dcp_mem.planning.entries import first_of
+from dcp_mem.planning.entries import SavedEntry, first_of
 from dcp_mem.planning.own_keys import own_keys_taken
-from dcp_mem.train_state.optimizers import refuse_needing_closure
+from dcp_mem.train_state.optimizers import Optimizers, refuse_needing_closure
 
 _MODEL = "state_dict"
 _STATES = "optimizer_states"
+_GROUPS = "param_groups"
 
 
 class SavesTogether(Strategy):
@@ -36,13 +45,7 @@ class SavesTogether(Strategy):
     @property
     def memory(self) -> MemoryCheckpointIO:
         """The plugin; raises ConfigError if the trainer has another one."""
-        io = self.checkpoint_io
-        if not isinstance(io, MemoryCheckpointIO):
-            raise ConfigError(
-                f"{type(self).__name__} saves through MemoryCheckpointIO: "
-                f"give Trainer(plugins=[MemoryCheckpointIO(root)]), with no other plugin around it"
-            )
-        return io
+        return plugin_of(self, self)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove this node's part of a checkpoint; rank 0 removes it from storage."""
@@ -63,14 +66,8 @@ class MemoryDDPStrategy(SavesTogether, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save on all ranks together, each its share of what all of them have.
-
-        Args:
-            checkpoint: Lightning's checkpoint, as this rank has it.
-            filepath: Lightning's path or address.
-            storage_options: None, or ConfigError is raised.
-        """
-        _refuse(storage_options)
+        """Save on all ranks together, each its share of what all of them have."""
+        refuse_options(storage_options)
         assert self.lightning_module is not None
         parameters = {name for name, _ in self.lightning_module.named_parameters()}
 
@@ -99,7 +96,7 @@ class _Sharded(SavesTogether):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        _refuse(storage_options)
+        refuse_options(storage_options)
         optimizers = checkpoint.pop(_STATES, None)
         state = {_MODEL: checkpoint.pop(_MODEL)}
         state |= {f"optimizer_{number}": of_one for number, of_one in enumerate(optimizers or [])}
@@ -146,7 +143,7 @@ class _Sharded(SavesTogether):
                         f"{path} has no sharded state of optimizer {number}: it was saved with "
                         f"weights only, or by a strategy that doesn't shard"
                     )
-                state[key] = ShardedOptimizer(module, optimizer, names_with_state(metadata, key))
+                state[key] = _ShardedOptimizer(module, optimizer, _names_with_state(metadata, key))
             return state
 
         if not self.memory.load(state_for, path, weights_only):
@@ -207,6 +204,63 @@ class MemoryModelParallelStrategy(_Sharded, ModelParallelStrategy):
         super().__init__(*args, **kwargs)
 
 
+class _ShardedOptimizer:
+    """Loads an optimizer's state by the names of its parameters, and all options of its groups.
+
+    The optimizer is fresh. `with_state` has the names of parameters whose state the checkpoint has.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, with_state: Collection[str]
+    ) -> None:
+        self._module, self._optimizer, self._with_state = module, optimizer, with_state
+        self._restored = Optimizers(module, [optimizer])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to load into; the checkpoint alone says what the groups have."""
+        with self._restored.having_state() as is_fresh:
+            found: dict[str, Any] = dict(get_optimizer_state_dict(self._module, self._optimizer))
+        self._restored.saved(found, is_fresh)
+        state = {name: dict(of) for name, of in found.get("state", {}).items() if of}
+        return {"state": state} if state else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what was loaded."""
+        records = {
+            str(number): (_record(group, self._with_state),)
+            for number, group in enumerate(state_dict.get(_GROUPS, []))
+        }
+        self._restored.restore({"state": state_dict.get("state", {}), "groups": records})
+
+    def is_optional(self, key: str) -> bool:
+        """Return True: what a fresh optimizer has and the saved one hadn't stays as it is."""
+        return True
+
+    def room_for(self, entry: SavedEntry) -> Any:
+        """Return what to load an entry into that a fresh optimizer lacks; see `MakesRoom`."""
+        if entry.path[0] == "state" and len(entry.path) > 2:
+            return self._restored.room_for(entry)
+        return () if entry.size is None else torch.empty(entry.size, dtype=entry.dtype)
+
+
+def _names_with_state(metadata: Metadata, key: str) -> set[str]:
+    """Return the parameters of which a checkpoint has optimizer state below a key."""
+    paths = metadata.planner_data or {}
+    known = (paths.get(name, ()) for name in metadata.state_dict_metadata)
+    return {str(path[2]) for path in known if len(path) > 3 and path[:2] == (key, "state")}
+
+
+def _record(group: Mapping[str, Any], with_state: Collection[str]) -> dict[str, Any]:
+    names = [str(name) for name in group["params"]]
+    return {
+        "params": names,
+        "options": {key: value for key, value in group.items() if key != "params"},
+        "stateless": [name for name in names if name not in with_state],
+        "keys": [],
+        "fresh": False,
+    }
+
+
 def _is_lightnings(path: str | Path) -> bool:
     """Return whether Lightning's own strategies that shard have written this file or directory."""
     return is_file(path) or is_file(Path(path, "meta.pt"))
@@ -230,10 +284,3 @@ def _found_in(
     if texts:
         log.warning("%s %s: the rest is loaded", path, " and ".join(texts))
     return {name: value for name, value in model.items() if name in saved}
-
-
-def _refuse(storage_options: Any | None) -> None:
-    if storage_options is not None:
-        raise ConfigError(
-            "storage_options of one save: give them to MemoryCheckpointIO, for all of them"
-        )

@@ -112,17 +112,9 @@ class MemoryCheckpointing:
         If checkpoint_dir is a directory that exists, rank 0 also writes Megatron's `common.pt` and
         `metadata.json` there.
 
-        Args:
-            sharded_state_dict: As for `dist_checkpointing.save`.
-            checkpoint_dir: Directory or URL that names the checkpoint.
-            sharded_strategy: None, Megatron's own for "torch_dist", or
-                FullyParallelSaveStrategyWrapper around that.
-            *rest: Further arguments of `dist_checkpointing.save`.
-            **options: Further arguments of `dist_checkpointing.save`.
-
-        Returns:
-            With async_sharded_save=True a request to schedule and finalize, which has nothing left
-            to write; else None.
+        The strategy is None, Megatron's own for "torch_dist", or FullyParallelSaveStrategyWrapper
+        around that. With async_sharded_save=True a request is returned to schedule and finalize,
+        which has nothing left to write.
 
         Raises:
             ConfigError: The strategy is another one.
@@ -169,13 +161,6 @@ class MemoryCheckpointing:
     ) -> Any:
         """Load as `dist_checkpointing.load` does.
 
-        Args:
-            sharded_state_dict: As for `dist_checkpointing.load`.
-            checkpoint_dir: Directory or URL that names the checkpoint.
-            sharded_strategy: As in `save`, for loading.
-            *rest: Further arguments of `dist_checkpointing.load`.
-            **options: Further arguments of `dist_checkpointing.load`.
-
         Raises:
             MegatronCheckpointNotFound: There is no checkpoint of that name; the error lists those
                 that can be loaded.
@@ -205,14 +190,7 @@ class MemoryCheckpointing:
         return loaded
 
     def load_common_state_dict(self, checkpoint_dir: Directory) -> Any:
-        """Return the common state of a checkpoint.
-
-        Args:
-            checkpoint_dir: The checkpoint's directory, as Megatron-LM names it.
-
-        Raises:
-            MegatronCheckpointNotFound: There is no such checkpoint.
-        """
+        """Return the common state of a checkpoint. Raises MegatronCheckpointNotFound."""
         root, name = self._place(checkpoint_dir)
         common = self._load_common(self._reader(root), root, checkpoint_dir)
         if common is None:
@@ -252,31 +230,18 @@ class MemoryCheckpointing:
     def load_tensors_metadata(
         self, checkpoint_dir: Directory, sharded_strategy: Any = None
     ) -> dict[str, Any]:
-        """Return every tensor of the checkpoint by its key, whole and without data.
-
-        Args:
-            checkpoint_dir: Directory or URL that names the checkpoint.
-            sharded_strategy: Isn't needed.
-        """
+        """Return every tensor of the checkpoint by its key, whole and without data."""
         root, _ = self._place(checkpoint_dir)
         return MemoryLoadStrategy(self._reader(root)).load_tensors_metadata(checkpoint_dir)
 
     def load_plain_tensors(self, checkpoint_dir: Directory) -> dict[str, Any]:
-        """Return every tensor of the checkpoint by its key, whole, on each rank.
-
-        Args:
-            checkpoint_dir: The checkpoint's directory, as Megatron-LM names it.
-        """
+        """Return every tensor of the checkpoint by its key, whole, on each rank."""
         state = self.load_tensors_metadata(checkpoint_dir)
         loaded: dict[str, Any] = self.load(state, checkpoint_dir, validate_access_integrity=False)
         return {key: loaded[key] for key in state}
 
     def check_is_distributed_checkpoint(self, checkpoint_dir: Directory) -> bool:
-        """Tell whether there is a checkpoint of that name, Megatron's or ours.
-
-        Args:
-            checkpoint_dir: The checkpoint's directory, as Megatron-LM names it.
-        """
+        """Tell whether there is a checkpoint of that name, Megatron's or ours."""
         root, name = self._place(checkpoint_dir)
         if self._is_megatrons(root, checkpoint_dir):
             return True
@@ -288,9 +253,6 @@ class MemoryCheckpointing:
         """Return the newest iteration of a root that can be loaded; -1 for none.
 
         Megatron-LM's tracker file may name a checkpoint that was lost with a node's memory.
-
-        Args:
-            save_dir: Megatron-LM's args.load or args.save.
         """
         root = self._root(save_dir)
         for name in self._reader(root).recoverable():
@@ -315,19 +277,14 @@ class MemoryCheckpointing:
     def report(self) -> RecoveryReport:
         """Return what the last `load` took, from where, and what it passed over.
 
-        Raises:
-            ConfigError: Nothing has been loaded through memory yet.
+        Raises ConfigError.
         """
         if self._report is None:
             raise ConfigError("nothing has been loaded through memory yet")
         return self._report
 
     def writer(self, save_dir: Directory) -> MemoryStorageWriter:
-        """Return the writer of a root, for its `wait`, `status` and so on.
-
-        Args:
-            save_dir: The root: Megatron-LM's `--save` directory.
-        """
+        """Return the writer of a root, for its `wait`, `status` and so on."""
         root = self._root(save_dir)
         if root not in self._writers:
             writer = self._writers[root] = MemoryStorageWriter(root, **self._options)
@@ -337,13 +294,7 @@ class MemoryCheckpointing:
     def close(
         self, flush: bool = True, *, progress: bool = False, persist_newest: bool = True
     ) -> None:
-        """Close the writers: wait until storage has what it should have, and give back memory.
-
-        Args:
-            flush: As in `MemoryStorageWriter.close`.
-            progress: As in `MemoryStorageWriter.close`.
-            persist_newest: As in `MemoryStorageWriter.close`.
-        """
+        """Close the writers: wait until storage has what it should have, and give back memory."""
         with ExitStack() as closing:  # all of them, whatever one raises
             for writer in self._writers.values():
                 closing.callback(

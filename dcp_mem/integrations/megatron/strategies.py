@@ -113,12 +113,7 @@ class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         self.persist = persist
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Directory) -> None:
-        """Save; return when the checkpoint is complete in memory. Call it on all ranks.
-
-        Args:
-            sharded_state_dict: As Megatron passes it.
-            checkpoint_dir: Directory that names the checkpoint.
-        """
+        """Save; return when the checkpoint is complete in memory. Call it on all ranks."""
         name = name_of(checkpoint_dir)
         sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
@@ -147,13 +142,7 @@ class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         checkpoint_dir: Directory,
         async_strategy: str = "mcore",
     ) -> AsyncRequest:
-        """Save, and return a request that is done already.
-
-        Args:
-            sharded_state_dict: Megatron's state dict of this rank.
-            checkpoint_dir: Its last part is the checkpoint's name.
-            async_strategy: Whose queue the request is for, as Megatron passes it.
-        """
+        """Save, and return a request that is done already."""
         request = releases.done_request(async_strategy)
         self.save(sharded_state_dict, checkpoint_dir)
         return request
@@ -184,13 +173,7 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Load into the tensors, and return them. Call it on all ranks.
 
-        Args:
-            sharded_state_dict: As Megatron passes it.
-            checkpoint_dir: Directory that names the checkpoint.
-            async_strategy: As Megatron passes it; it makes no difference.
-
-        Raises:
-            MegatronCheckpointNotFound: There is no such checkpoint.
+        Raises MegatronCheckpointNotFound.
         """
         tensors = [
             value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)
@@ -227,10 +210,6 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         """Return every tensor of the checkpoint by its key, whole and without data.
 
         Call it on all ranks.
-
-        Args:
-            checkpoint_dir: Directory that names the checkpoint.
-            metadata: The checkpoint's, if it is known.
         """
         metadata = metadata or self.metadata(checkpoint_dir)
         for entry in metadata.state_dict_metadata.values():
@@ -242,11 +221,7 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         return found
 
     def load_sharded_metadata(self, checkpoint_dir: Directory) -> dict[str, Any]:
-        """Return every tensor and object of the checkpoint by its key. Call it on all ranks.
-
-        Args:
-            checkpoint_dir: Its last part is the checkpoint's name.
-        """
+        """Return every tensor and object of the checkpoint by its key. Call it on all ranks."""
         metadata = self.metadata(checkpoint_dir)
         objects = [
             ShardedObject.empty_from_unique_key(key)
@@ -258,14 +233,7 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         )
 
     def metadata(self, checkpoint_dir: Directory) -> Metadata:
-        """Return DCP's metadata of the checkpoint.
-
-        Args:
-            checkpoint_dir: Its last part is the checkpoint's name.
-
-        Raises:
-            MegatronCheckpointNotFound: There is no such checkpoint.
-        """
+        """Return DCP's metadata of the checkpoint. Raises MegatronCheckpointNotFound."""
         self.reader.reset(name_of(checkpoint_dir))
         with self.reader, not_found_as_megatrons(checkpoint_dir):
             return self.reader.read_metadata()

@@ -27,9 +27,8 @@ from dcp_mem.operations.contents import contents_of
 from dcp_mem.operations.flush import promote
 from dcp_mem.operations.streams import open_stream
 from dcp_mem.saving.streams import NothingNew, name_of_rank
-from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import committed_under
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.routes import storage_of
 
 _saved_alone: dict[str, str | None] = {}
 """The root of each checkpoint that this process has saved by `save_alone`, by tag."""
@@ -194,7 +193,9 @@ class Checkpoint:
             picked[0] = item or ""
             return item
 
-        with open_stream(chosen, _storage(chosen), found, pick, name, _peers(run, chosen)) as data:
+        with open_stream(
+            chosen, storage_of(chosen), found, pick, name, _peers(run, chosen)
+        ) as data:
             yield picked[0], data
 
     def _own_run(self) -> Run:
@@ -350,7 +351,7 @@ def newest_files(preferred_tag: str = "") -> tuple[str, list[str]]:
 def _files_of(run: Run, found: CheckpointStatus) -> list[str]:
     """Return a checkpoint's files, as this node, storage, or else another node knows them."""
     try:
-        items = contents_of(run.settings, _storage(run.settings), found).items
+        items = contents_of(run.settings, storage_of(run.settings), found).items
         return [item.name for item in items]
     except CheckpointNotFound:
         peers = _peers(run, run.settings)
@@ -389,7 +390,7 @@ def flush_persistence(tag: object = "") -> bool:
 
 def _is_on_storage(run: Run, name: str) -> bool:
     """Return whether storage has a checkpoint that memory no longer has."""
-    storage = _storage(run.settings)
+    storage = storage_of(run.settings)
     return (
         storage is not None
         and not any(one.name == name for one in inventory.in_memory(run.settings))
@@ -402,7 +403,7 @@ def _find(
 ) -> CheckpointStatus | None:
     """Return the newest checkpoint of that tag, or of all tags where none is given."""
     chosen = run.settings_for(persist_path)
-    peers, storage = _peers(run, chosen), _storage(chosen)
+    peers, storage = _peers(run, chosen), storage_of(chosen)
     found = _in_memory(chosen, {} if peers is None else peers.surveyed())
     if not tag:
         if storage is not None:
@@ -431,10 +432,6 @@ def _peers(run: Run, chosen: Settings) -> Peers | None:
     if chosen is not run.settings or not (dist.is_available() and dist.is_initialized()):
         return None
     return run.completing.peers
-
-
-def _storage(chosen: Settings) -> Storage | None:
-    return open_storage(chosen.url, chosen.storage_options) if chosen.url is not None else None
 
 
 def _counts(one: CheckpointStatus) -> bool:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
-from typing import IO, Any, Protocol
+from typing import IO
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -51,61 +51,6 @@ class Due(Enum):
     WAITING = "waiting"
     FILE = "file"
     FURTHER = "further"
-
-
-class Completion(Protocol):
-    """Takes the files of checkpoints that aren't complete yet, and completes them."""
-
-    @property
-    def peers(self) -> Peers | None:
-        """Other nodes' memory; None where there are no other ranks."""
-
-    def new_tag(self) -> str:
-        """Return a tag that no checkpoint has; the n-th call returns the same on all ranks."""
-
-    def times_completed(self, tag: str) -> int:
-        """Return how often a checkpoint has been completed since this object was made.
-
-        Args:
-            tag: The checkpoint.
-        """
-
-    def save(
-        self,
-        tag: str,
-        name: str,
-        write: Callable[[IO[bytes]], None],
-        num_of_files: int,
-        *,
-        is_complete: bool = False,
-    ) -> None:
-        """Save a file, and complete its checkpoint if that is due.
-
-        Args:
-            tag: The checkpoint.
-            name: The file's name.
-            write: Writes the file.
-            num_of_files: When the checkpoint is complete, as in `Checkpoint`.
-            is_complete: Whether it is complete already, so that the file is a further one.
-
-        Raises:
-            DcpMemError: The file can't be saved, or the checkpoint can't be completed.
-        """
-
-    def commit(self, tag: str, *, is_complete: bool = False) -> None:
-        """Complete a checkpoint; return once it is complete on all ranks.
-
-        Args:
-            tag: The checkpoint's tag.
-            is_complete: Whether it is complete already, so that what it has stays in it.
-
-        Raises:
-            NothingNew: No rank has saved anything since the checkpoint was completed.
-            DcpMemError: It can't be completed.
-        """
-
-    def close(self) -> None:
-        """Take part in what is due by now, then stop."""
 
 
 class _Files:
@@ -205,18 +150,24 @@ class _Files:
                 ) from None
 
 
-class SoloCompletion:
-    """Completes checkpoints of one process, without any other."""
+class Completion:
+    """Takes the files of checkpoints that aren't complete yet, and completes them, without ranks.
+
+    `peers`: other nodes' memory; None where there are no other ranks.
+    """
+
+    peers: Peers | None = None
 
     def __init__(self, writer: MemoryStorageWriter) -> None:
-        self.peers: Peers | None = None
         self._files = _Files(writer, 0, is_alone=True)
         self._counts: Counter[str] = Counter()
 
     def new_tag(self) -> str:
-        return _new_tag()
+        """Return a tag that no checkpoint has; the n-th call returns the same on all ranks."""
+        return f"checkpoint-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
 
     def times_completed(self, tag: str) -> int:
+        """Return how often a checkpoint has been completed since this object was made."""
         return self._files.times_completed[tag]
 
     def save(
@@ -228,30 +179,48 @@ class SoloCompletion:
         *,
         is_complete: bool = False,
     ) -> None:
+        """Save a file, and complete its checkpoint if that is due.
+
+        `num_of_files`: as in `Checkpoint`. `is_complete`: whether the checkpoint is complete
+        already, so that the file is a further one. Raises DcpMemError.
+        """
         due = self._files.add(tag, name, write, num_of_files, is_complete)
         if due is not Due.WAITING:
-            self._files.complete(tag, due)
+            self._complete_with_added(tag, due)
         elif num_of_files != ON_COMMIT:
-            self._counts[tag] += 1
-            if self._counts[tag] >= num_of_files:
-                self.commit(tag, is_complete=is_complete)
+            self._count_file(tag, num_of_files, is_complete)
+
+    def _complete_with_added(self, tag: str, due: Due) -> None:
+        self._files.complete(tag, due)
+
+    def _count_file(self, tag: str, num_of_files: int, is_complete: bool) -> None:
+        self._counts[tag] += 1
+        if self._counts[tag] >= num_of_files:
+            self.commit(tag, is_complete=is_complete)
 
     def commit(self, tag: str, *, is_complete: bool = False) -> None:
+        """Complete a checkpoint; return once it is complete on all ranks.
+
+        `is_complete`: whether it is complete already, so that what it has stays in it. Raises
+        NothingNew where no rank has saved anything since, DcpMemError.
+        """
         self._counts.pop(tag, None)
         self._files.keep(tag, is_complete)
         self._files.complete(tag, Due.WAITING)
 
     def close(self) -> None:
-        return
+        """Take part in what is due by now, then stop."""
 
 
-class JointCompletion:
+class JointCompletion(Completion):
     """Completes checkpoints of all ranks, each in the thread of every rank that reads notices."""
+
+    peers: Peers
 
     def __init__(self, writer: MemoryStorageWriter) -> None:
         self._files = _Files(writer, dist.get_rank(), is_alone=False)
         self._notices = Notices(f"nebula {writer.settings.job}")
-        self.peers: Peers | None = Peers(writer.settings, self._notices)
+        self.peers = Peers(writer.settings, self._notices)
         self._changed = threading.Condition()
         self._ended: dict[str, Exception | None] = {}
         self._broken: Exception | None = None
@@ -264,28 +233,16 @@ class JointCompletion:
 
     def new_tag(self) -> str:
         self._tags += 1
-        return self._notices.settle(f"tag {self._tags}", _new_tag())
+        return self._notices.settle(f"tag {self._tags}", super().new_tag())
 
-    def times_completed(self, tag: str) -> int:
-        return self._files.times_completed[tag]
+    def _complete_with_added(self, tag: str, due: Due) -> None:
+        number = self._notices.count(f"added files of {tag}")
+        self._complete(tag, f"{tag}, added file {number}", due)
 
-    def save(
-        self,
-        tag: str,
-        name: str,
-        write: Callable[[IO[bytes]], None],
-        num_of_files: int,
-        *,
-        is_complete: bool = False,
-    ) -> None:
-        due = self._files.add(tag, name, write, num_of_files, is_complete)
-        if due is not Due.WAITING:
-            number = self._notices.count(f"added files of {tag}")
-            self._complete(tag, f"{tag}, added file {number}", due)
-        elif num_of_files != ON_COMMIT:
-            count = self._notices.count(f"files of {tag}")
-            if count % num_of_files == 0:
-                self._complete(tag, f"{tag}, file {count}", due)
+    def _count_file(self, tag: str, num_of_files: int, is_complete: bool) -> None:
+        count = self._notices.count(f"files of {tag}")
+        if count % num_of_files == 0:
+            self._complete(tag, f"{tag}, file {count}", Due.WAITING)
 
     def _complete(self, tag: str, turn: str, due: Due) -> None:
         self._notices.add(json.dumps([tag, turn, due.value]))
@@ -323,7 +280,7 @@ class JointCompletion:
                 text = self._notices.next(lambda: self._waiting > 0 or self._is_closing.is_set())
                 notice = None if text is None else json.loads(text)
                 if isinstance(notice, dict):
-                    self._answer(notice)
+                    self.peers.answer(notice)
                 elif notice is not None:
                     self._take_part(*notice)
                 elif self._is_closing.is_set():
@@ -332,10 +289,6 @@ class JointCompletion:
             with self._changed:
                 self._broken = error
                 self._changed.notify_all()
-
-    def _answer(self, request: dict[str, Any]) -> None:
-        if self.peers is not None:
-            self.peers.answer(request)
 
     def _take_part(self, tag: str, turn: str, due: str) -> None:
         error: Exception | None = None
@@ -368,7 +321,3 @@ def _close_all() -> None:
 
 # Before concurrent.futures ends its pools, which the saves that complete checkpoints need.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
-
-
-def _new_tag() -> str:
-    return f"checkpoint-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"

@@ -15,11 +15,11 @@ import torch
 
 from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations import nebula
-from dcp_mem.integrations.endings import Ending
 from dcp_mem.integrations.nebula.checkpoint import remove_alone, save_alone, saved_alone
 from dcp_mem.integrations.nebula.local_files import is_local_file
 from dcp_mem.integrations.nebula.packages import class_of_each
 from dcp_mem.integrations.nebula.run import current, has_run
+from dcp_mem.integrations.removals import Ending
 
 _FILE = "checkpoint"
 _OPTIONS = frozenset({"is_best", "persist_path"})

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_mem.comm import Ranks, refuse_missing_group
+from dcp_mem.comm import Ranks, refuse_missing_group, world_size
 from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.config import Settings, parse_bytes, root_url
 from dcp_mem.errors import ConfigError
-from dcp_mem.integrations.nebula.completion import Completion, JointCompletion, SoloCompletion
+from dcp_mem.integrations.nebula.completion import Completion, JointCompletion
 from dcp_mem.integrations.removals import Removals
 from dcp_mem.options import settings
 from dcp_mem.policy.persistence import Persist, every_seconds
@@ -36,7 +36,7 @@ class Run:
         self.options = options
         self.writer = _Writer(**options)
         self._completing: Completion | None = None
-        self.alone = SoloCompletion(self.writer)
+        self.alone = Completion(self.writer)
         self.elsewhere: dict[str, Run] = {}
         self.removals = Removals(self.settings)
 
@@ -52,7 +52,7 @@ class Run:
         Raises ConfigError.
         """
         if self._completing is None:
-            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            if world_size() > 1:
                 self._completing = JointCompletion(self.writer)
             else:
                 refuse_missing_group()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch_checkpointing.checkpoint_writer import CallbackArgs
 from typing_extensions import Unpack
 
-from dcp_mem.comm import refuse_missing_group
+from dcp_mem.comm import refuse_missing_group, world_size
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.torch_checkpointing.storage import MemoryStorageConfig, complete
 from dcp_mem.options import WriterOptions
@@ -47,7 +47,7 @@ def in_memory(
     config = MemoryStorageConfig(
         None if path is None else os.fspath(path),
         {"overwrite": False, "on_slow_storage": "all", **options},
-        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        ranks=world_size(),
     )
     MemoryStorageWriter(config.path, **config.options)  # Bad options raise now.
     return {
@@ -64,7 +64,7 @@ def _complete_then(then: Callable[[CallbackArgs], None], arguments: CallbackArgs
 
 def _connected() -> dict[str, Any]:
     """Return what lets the ranks' writing processes form a group of their own."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world_size() == 1:
         refuse_missing_group()
         return {}
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")

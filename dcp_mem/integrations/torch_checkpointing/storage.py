@@ -18,10 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-import torch.distributed as dist
 from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX, CallbackArgs
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
+from dcp_mem.comm import world_size
 from dcp_mem.config import Settings, is_checkpoint_name
 from dcp_mem.errors import (
     CheckpointInUse,
@@ -40,8 +40,7 @@ from dcp_mem.operations import housekeeping, inventory
 from dcp_mem.operations.flush import flush_now
 from dcp_mem.options import settings
 from dcp_mem.saving.streams import Streams
-from dcp_mem.storage import Storage as OurStorage
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.routes import storage_of
 from dcp_mem.writer import MemoryStorageWriter
 
 _PLACES = ("memory_root", "job", "storage_options")
@@ -131,12 +130,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
     # -- writing, in the order of torch_checkpointing's calls --------------------------------------
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Begin a checkpoint's files anew.
-
-        Args:
-            path: Of the checkpoint, or a directory in it.
-            recursive: Ignored.
-        """
+        """Begin a checkpoint's files anew."""
         name, _ = self._split(path)
         with self._writing:
             self._discard(name)
@@ -147,9 +141,6 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         Files are written one after the other: a write to another one waits until this one is
         closed, or raises ConfigError in the thread that has yet to close it. The first file of a
         checkpoint discards those of another one that isn't complete.
-
-        Args:
-            path: Of the file.
         """
         name, file = self._split(path)
         if not name or not file:
@@ -157,12 +148,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         return _Writing(self, name, file)
 
     def write(self, path: Path, data: Any) -> None:
-        """Write a whole file.
-
-        Args:
-            path: Of the file.
-            data: Its bytes.
-        """
+        """Write a whole file."""
         with self.stream_write(path) as stream:
             stream.write(data)
 
@@ -175,15 +161,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
     ) -> None:
         """Give files that aren't complete yet their checkpoint's name.
 
-        Args:
-            src_path: The directory that they were written to.
-            dst_path: The checkpoint.
-            is_directory: Ignored.
-            background_cleanup: Ignored.
-
-        Raises:
-            FileNotFoundError: Nothing was written there.
-            ConfigError: Single files, and complete checkpoints, can't be renamed.
+        Raises FileNotFoundError, ConfigError.
         """
         (source, source_file), (target, target_file) = self._split(src_path), self._split(dst_path)
         if source_file or target_file:
@@ -208,13 +186,9 @@ class MemoryStorage(Storage):  # type: ignore[misc]
             self._discard(other)
 
     def complete(self, path: str | os.PathLike[str]) -> None:
-        """Make a checkpoint of the files under this name, with all ranks; see `complete`.
-
-        Args:
-            path: The checkpoint's.
-        """
+        """Make a checkpoint of the files under this name, with all ranks; see `complete`."""
         name, _ = self._split(Path(path))
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        ranks = world_size()
         if ranks != self._config.ranks:
             # Else each rank would make a checkpoint of its own, of the same name.
             raise ConfigError(
@@ -236,16 +210,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
     # -- reading -----------------------------------------------------------------------------------
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """Open a file of a complete checkpoint.
-
-        Args:
-            path: Of the file.
-            read_args: Whether to read all of it at once; all else is ignored.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            SegmentCorrupt: It is damaged wherever it lies, or in another node's memory alone.
-        """
+        """Open a file of a complete checkpoint. Raises FileNotFoundError, SegmentCorrupt."""
         stream = self._open(path)
         if read_args is not None and not read_args.pre_read_full_file:
             return stream
@@ -273,11 +238,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
 
         A rejected checkpoint isn't among them; its path can be read.
 
-        Args:
-            path: The root, a checkpoint, or a directory in it.
-
-        Raises:
-            FileNotFoundError: There is no such directory.
+        Raises FileNotFoundError.
         """
         name, directory = self._split(path)
         if not name:
@@ -298,12 +259,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
     def rmdir(self, path: Path) -> None:
         """Delete a checkpoint, from this node's memory and from storage.
 
-        Args:
-            path: Of the checkpoint.
-
-        Raises:
-            CheckpointInUse: It is being read or flushed.
-            ConfigError: It is no checkpoint: its files are deleted together.
+        Raises CheckpointInUse, ConfigError.
         """
         name, file = self._split(path)
         if not name or file:
@@ -362,13 +318,9 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         with suppress(DcpMemError):
             self.close()
 
-    def _storage(self) -> OurStorage | None:
-        chosen = self._settings
-        return open_storage(chosen.url, chosen.storage_options) if chosen.url is not None else None
-
     def _checkpoints(self) -> list[str]:
         known = inventory.in_memory(self._settings)
-        storage = self._storage()
+        storage = storage_of(self._settings)
         if storage is not None:
             known = inventory.merged(known, inventory.on_storage(storage))
         return list(dict.fromkeys(one.name for one in known if may_be_resumed_from(one)))
@@ -400,7 +352,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         with self._opening:
             files = self._opened.get(name)
             if files is None:
-                storage = self._storage()
+                storage = storage_of(self._settings)
                 checkpoint = found(self._settings, storage, name)
                 if checkpoint is not None:
                     files = self._opened[name] = LeasedFiles(self._settings, storage, checkpoint)

@@ -20,10 +20,9 @@ from dcp_mem.comm.transfer import CHUNK, IncomingChunk, receive
 from dcp_mem.common import faults
 from dcp_mem.errors import DcpMemError, SegmentCorrupt
 from dcp_mem.format.checksums import blocks_of, checksum
-from dcp_mem.integrations.torchft.channel import joined, met
 from dcp_mem.integrations.torchft.parts import Kind, offsets_of, put_together, unpickled
 from dcp_mem.integrations.torchft.staged import MARK_NBYTES, machine
-from dcp_mem.integrations.torchft.talk import Say, Talk
+from dcp_mem.integrations.torchft.talk import Say, Talk, joined, met
 from dcp_mem.memory.checked_reads import CheckedReader
 from dcp_mem.memory.views import view_of
 

@@ -23,9 +23,8 @@ from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format.checksums import checksum
-from dcp_mem.integrations.torchft.channel import joined, met, served
 from dcp_mem.integrations.torchft.staged import StagedState, machine
-from dcp_mem.integrations.torchft.talk import Say, Talk
+from dcp_mem.integrations.torchft.talk import Say, Talk, joined, met
 
 _POLL_SECONDS = 0.2
 _FIRST_SECONDS = 10.0
@@ -182,7 +181,7 @@ class Server:
         """Return the port of a store in which the ends of channels find each other."""
         with self._changed:
             if self._meeting is None:
-                self._meeting = served(self._host)
+                self._meeting = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
             return int(self._meeting.port)
 
     def forget(self) -> None:

@@ -6,7 +6,8 @@
     other -> healing   CHECKSUMS, for a file; or MEETING: where the channel's ends meet
     healing -> other   GOT: it has all of it
 
-An offer is made once the state of that step is staged. Texts and numbers are JSON.
+An offer is made once the state of that step is staged. Texts and numbers are JSON. The replicas
+have no store in common: that which has the state serves one, in which a channel's ends meet.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping
+from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
+import torch.distributed as dist
+
+from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.control_line import MOST_NBYTES, ControlLine, Frame
+from dcp_mem.comm.timed_store import TimedCalls
+from dcp_mem.comm.transports import Pair, connected
 from dcp_mem.errors import DcpMemError, WaitTimeout
 
 
@@ -129,3 +136,25 @@ class Talk:
                 raise DcpMemError(f"{self._peer} is gone")
             self._line.wait(self.seconds_left())
         return self._came.popleft()
+
+
+def joined(host: str, port: int, seconds: float) -> dist.TCPStore:
+    """Return a connection to the store of another replica.
+
+    Raises RuntimeError.
+    """
+    timeout = timedelta(seconds=seconds)
+    return TimedCalls(seconds).do(
+        lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    )
+
+
+def met(store: dist.Store, name: str, talk: Talk, transport: str, *, is_sender: bool) -> Channel:
+    """Return this end of a new channel to the peer.
+
+    Raises RuntimeError.
+    """
+    pair = Pair(
+        store=dist.PrefixStore(name, store), is_sender=is_sender, seconds=talk.seconds_left()
+    )
+    return connected(transport, pair)

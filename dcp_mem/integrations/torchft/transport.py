@@ -60,15 +60,7 @@ class MemoryCheckpointTransport(CheckpointTransport[T]):  # type: ignore[misc]
     ) -> None:
         """Copy the state into node memory, and give it to the replicas that ask for it.
 
-        Args:
-            dst_ranks: The replicas that will ask.
-            step: The state's step.
-            state_dict: Free to change once this has returned.
-            timeout: How long the replicas may take to ask.
-
-        Raises:
-            MemoryBudgetExceeded: The tmpfs is full.
-            DcpMemError: The state can't be sent.
+        Raises MemoryBudgetExceeded, DcpMemError.
         """
         self._server.drop()  # one state in memory is enough
         staged = StagedState(step, state_dict, self._root)
@@ -80,17 +72,7 @@ class MemoryCheckpointTransport(CheckpointTransport[T]):  # type: ignore[misc]
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Return another replica's state of a step; its tensors are in CPU memory.
 
-        Args:
-            src_rank: The other replica.
-            metadata: Its transport's.
-            step: The step.
-            timeout: How long this may take; it waits for the other replica to stage that step.
-
-        Raises:
-            WaitTimeout: The time is over.
-            SegmentCorrupt: The bytes are damaged.
-            UntrustedObject: The state has more in it than `weights_only` admits.
-            DcpMemError: The other replica is gone, or refuses.
+        Raises WaitTimeout, SegmentCorrupt, UntrustedObject, DcpMemError.
         """
         state: T = pulled(
             metadata,
@@ -103,9 +85,5 @@ class MemoryCheckpointTransport(CheckpointTransport[T]):  # type: ignore[misc]
         return state
 
     def shutdown(self, wait: bool = True) -> None:
-        """Give back the memory, and stop answering; transfers that are under way break off.
-
-        Args:
-            wait: Whether to wait for the thread that answers.
-        """
+        """Give back the memory, and stop answering; transfers that are under way break off."""
         self._server.close(wait=wait)
