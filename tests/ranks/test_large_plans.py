@@ -17,7 +17,7 @@ from tests.support.checkpoints.models import (
     zero_tensor,
 )
 from tests.support.checkpoints.roundtrip import Places, comes_back
-from tests.support.processes.launch import run_ranks
+from tests.support.processes.forks import forked_ranks
 
 
 def _plan_as_large_jobs(versions: list[int]) -> None:
@@ -54,7 +54,7 @@ def _saves(places: Places) -> list[int]:
 
 @pytest.mark.timeout(240)
 def test_what_is_planned_series_by_series_comes_back_from_every_road(places: Places) -> None:
-    versions, *others = run_ranks(_saves, 4, places, timeout=200)
+    versions, *others = forked_ranks(_saves, 4, places, timeout=200)
     assert versions == [SHARED_VERSION]  # planned once, by rank 0
     assert not any(others)
     expected = {**unsharded_state("a", full_tensor), "replicated": torch.arange(100.0)}
@@ -74,5 +74,5 @@ def _contradicts(places: Places) -> str:
 
 
 def test_ranks_that_contradict_each_other_all_hear_of_it(places: Places) -> None:
-    for text in run_ranks(_contradicts, 3, places):
+    for text in forked_ranks(_contradicts, 3, places):
         assert "other: ranks have different sizes of the whole tensor" in text

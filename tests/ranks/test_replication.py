@@ -379,7 +379,7 @@ def test_a_peer_that_hangs_times_out_and_copies_between_others_are_made(cluster:
     )
     ranks.wait_until_stopped(3)
     for rank in range(3):
-        kill_targets.wait_for(lambda rank=rank: ranks.has_ended(rank), f"rank {rank} to end")  # type: ignore[misc]
+        kill_targets.wait_for(lambda rank=rank: not ranks.is_running(rank), f"rank {rank} to end")  # type: ignore[misc]
     ranks.send(3, signal.SIGKILL)
     outcomes = ranks.join(killed={3})
     assert all(error.startswith("ReplicationFailed") for error, _ in outcomes[:3])
