@@ -12,8 +12,8 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import dcp_mem.integrations.nebula
+from dcp_mem import ConfigError
 from dcp_mem.cli.main import main
-from dcp_mem.errors import ConfigError
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forked_ranks, killed_ranks
 

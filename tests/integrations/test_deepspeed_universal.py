@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_mem.errors import ConfigError
+from dcp_mem import ConfigError
 from dcp_mem.integrations import nebula
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forked_ranks, killed_ranks

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_mem.cli.main import main as command
-from dcp_mem.errors import (
+from dcp_mem import (
     CheckpointExists,
     CheckpointInUse,
     ConfigError,
     SegmentCorrupt,
     StorageUnavailable,
 )
+from dcp_mem.cli.main import main as command
 from dcp_mem.format import names
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage

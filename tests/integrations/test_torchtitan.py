@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from dcp_mem.errors import NoRecoverableCheckpoint, StorageUnavailable
+from dcp_mem import NoRecoverableCheckpoint, StorageUnavailable
 from dcp_mem.loading import survey
 from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
 from dcp_mem.storage import Storage

@@ -20,15 +20,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_mem import MemoryStorageWriter
+from dcp_mem import CheckpointStatus, ConfigError, MemoryStorageWriter, ReplicationFailed, State
 from dcp_mem.comm import job_ranks
 from dcp_mem.comm.timed_store import own_connection
 from dcp_mem.comm.transfer import CHUNK
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.common.parallel import daemon
-from dcp_mem.common.values import CheckpointStatus, State
-from dcp_mem.errors import ConfigError, ReplicationFailed
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import NodeManifest

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from dcp_mem import MemoryStorageWriter
+from dcp_mem import MemoryBudgetExceeded, MemoryStorageWriter
 from dcp_mem.common import faults
 from dcp_mem.common.faults import POINTS
-from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory.catalogs import Catalogs
 from tests.support.checkpoints.models import (
     build_model,

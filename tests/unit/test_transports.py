@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
+from dcp_mem import ConfigError
 from dcp_mem.cli.main import main
 from dcp_mem.comm import ranks_of
 from dcp_mem.comm.addresses import listening_socket, rdma_devices
@@ -24,7 +25,6 @@ from dcp_mem.comm.control_line import accepted, dialled
 from dcp_mem.comm.greetings import Door
 from dcp_mem.common.log import log
 from dcp_mem.config import settings
-from dcp_mem.errors import ConfigError
 from dcp_mem.nixl import agents, pairing
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.transports import Ends, Rank, TransportConformance, in_pair

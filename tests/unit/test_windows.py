@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from dcp_mem import MemoryBudgetExceeded
 from dcp_mem.common import faults
-from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory import locks, window
 from dcp_mem.memory.window import make_window, remove_window, room_for_window
 from tests.support.storage.file_systems import mounted_tmpfs
