@@ -12,10 +12,10 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import dcp_mem.integrations.nebula
+from dcp_mem import ConfigError
 from dcp_mem.cli.main import main
-from dcp_mem.errors import ConfigError
 from tests.support.checkpoints.jobs import wait_until
-from tests.support.processes.launch import run_ranks
+from tests.support.processes.forks import forked_ranks, killed_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -201,14 +201,13 @@ def test_training_goes_on_where_it_was_killed_with_deepspeeds_engine_for_nebula_
 ) -> None:
     """DeepSpeed 0.19.7 and later have no engine for Nebula any more."""
     with_nebula = (Path(str(__import__("deepspeed").__file__)).parent / "nebula").is_dir()
-    killed = run_ranks(
+    killed = killed_ranks(
         _train_all,
         2,
         str(tmp_path),
         True,
         with_nebula,
         env=env,
-        expect_signal=signal.SIGKILL,
         timeout=240,
     )
     assert len(killed) == 2
@@ -216,7 +215,7 @@ def test_training_goes_on_where_it_was_killed_with_deepspeeds_engine_for_nebula_
         assert not (tmp_path / f"storage-{stage}" / f"global_step{_KILLED_IN - 1}").exists()
     # Without this memory our engine goes on with storage's checkpoint.
     shutil.rmtree(next(memory_root.glob("storage-????????")))
-    for of_rank in run_ranks(
+    for of_rank in forked_ranks(
         _train_all, 2, str(tmp_path), False, with_nebula, env=env, timeout=240
     ):
         assert len(of_rank) == (5 if with_nebula else 1)
@@ -258,8 +257,8 @@ def _resumed_step(place: str) -> int:
 def test_save_16bit_model_writes_its_file_and_leaves_the_checkpoint_of_that_step(
     env: dict[str, str], tmp_path: Path
 ) -> None:
-    run_ranks(_save_weights, 2, str(tmp_path), env=env)
-    assert run_ranks(_resumed_step, 2, str(tmp_path), env=env) == [0, 0]
+    forked_ranks(_save_weights, 2, str(tmp_path), env=env)
+    assert forked_ranks(_resumed_step, 2, str(tmp_path), env=env) == [0, 0]
 
 
 def _use_memory_for_two(place: str) -> None:
@@ -286,7 +285,7 @@ def _use_memory_for_two(place: str) -> None:
 def test_a_second_engine_is_refused_until_the_first_ones_run_is_shut_down(
     env: dict[str, str], tmp_path: Path
 ) -> None:
-    run_ranks(_use_memory_for_two, 1, str(tmp_path), env=env)
+    forked_ranks(_use_memory_for_two, 1, str(tmp_path), env=env)
 
 
 def _load_deepspeeds_own_files(place: str) -> None:
@@ -346,7 +345,7 @@ def _same_weights(one: Any, other: Any) -> bool:
 def test_files_that_deepspeed_saved_itself_are_loaded_and_no_checkpoint_in_their_place(
     env: dict[str, str], tmp_path: Path
 ) -> None:
-    run_ranks(_load_deepspeeds_own_files, 2, str(tmp_path), env=env)
+    forked_ranks(_load_deepspeeds_own_files, 2, str(tmp_path), env=env)
 
 
 @pytest.mark.slow
@@ -356,7 +355,7 @@ def test_checkpoints_of_one_tag_without_a_number_are_told_apart_by_their_directo
     module = pytest.importorskip("dcp_mem.integrations.deepspeed.engine")
     if not module._TELLS_DIRECTORY:
         pytest.skip("DeepSpeed before 0.17 doesn't tell engines the directory")
-    run_ranks(_save_under_one_tag, 1, str(tmp_path), env=env)
+    forked_ranks(_save_under_one_tag, 1, str(tmp_path), env=env)
 
 
 def test_a_file_has_content_unless_it_is_a_placeholder(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_mem.errors import ConfigError
+from dcp_mem import ConfigError
 from dcp_mem.integrations import nebula
 from tests.support.checkpoints.jobs import wait_until
-from tests.support.processes.launch import run_ranks
+from tests.support.processes.forks import forked_ranks, killed_ranks
 
 _CASES = {"1 bf16": (1, True), "2 fp32": (2, False), "3 fp32": (3, False)}
 _ROUNDING = {True: 2e-2, False: 1e-5}
@@ -208,9 +208,9 @@ def test_what_zero_saved_on_two_ranks_is_trained_on_by_four_and_then_by_one(
     pytest.importorskip("deepspeed")
     env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60", "TMPDIR": str(tmp_path)}
     place = str(tmp_path)
-    undisturbed = run_ranks(_undisturbed, 2, env=env, timeout=120)[0]
-    run_ranks(_first, 2, place, env=env, expect_signal=signal.SIGKILL, timeout=120)
-    grown = run_ranks(_grown, 4, place, env=env, timeout=240)[0]
+    undisturbed = forked_ranks(_undisturbed, 2, env=env, timeout=120)[0]
+    killed_ranks(_first, 2, place, env=env, timeout=120)
+    grown = forked_ranks(_grown, 4, place, env=env, timeout=240)[0]
     jobs = list(memory_root.glob("storage-?-????????"))
     assert len(jobs) == len(_CASES)
     for of_job in jobs:  # the last ones load from storage
@@ -219,7 +219,7 @@ def test_what_zero_saved_on_two_ranks_is_trained_on_by_four_and_then_by_one(
             tmp_path / "shared" / f"dcp_mem-universal-{of_job.name}" / "files" / "of a killed load"
         )
         left.mkdir(parents=True)
-    shrunk = run_ranks(_shrunk, 1, place, env=env, timeout=240)[0]
+    shrunk = forked_ranks(_shrunk, 1, place, env=env, timeout=240)[0]
     for name, (_, is_bf16) in _CASES.items():
         expected = pytest.approx(undisturbed[name][3:], rel=_ROUNDING[is_bf16])
         assert grown[name] + shrunk[name] == expected, name
@@ -250,8 +250,8 @@ def test_an_optimizer_that_deepspeed_cannot_convert_is_refused_with_the_number_o
 ) -> None:
     pytest.importorskip("deepspeed")
     env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60", "TMPDIR": str(tmp_path)}
-    run_ranks(_refused, 2, str(tmp_path), True, env=env, timeout=120)
-    (text,) = run_ranks(_refused, 1, str(tmp_path), False, env=env, timeout=120)
+    forked_ranks(_refused, 2, str(tmp_path), True, env=env, timeout=120)
+    (text,) = forked_ranks(_refused, 1, str(tmp_path), False, env=env, timeout=120)
     assert "global_step0 was saved by 2 data-parallel ranks" in text
     assert "exp_avg" in text
     assert "Load it with as many ranks" in text

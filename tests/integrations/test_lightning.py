@@ -48,7 +48,7 @@ from tests.support.frameworks.lightning_job import (
 )
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
-from tests.support.processes.launch import TORCHRUN, run_python
+from tests.support.processes.launch import run_torchrun
 from tests.support.storage import gated
 
 _SECONDS = 150
@@ -732,7 +732,7 @@ def test_what_rank_0_saves_alone_reaches_nodes_that_have_nothing_of_it(
 def _train(*arguments: Any) -> int:
     """Run the job on two ranks; its exit code."""
     job = ("-m", "tests.support.frameworks.lightning_job", json.dumps(arguments))
-    ended = run_python(*TORCHRUN, *job, timeout=_SECONDS)
+    ended = run_torchrun(*job, timeout=_SECONDS)
     print(ended.stdout[-16384:])
     return ended.returncode
 

@@ -16,7 +16,7 @@ from dcp_mem.operations.inventory import list_checkpoints
 from dcp_mem.options import settings
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.nodes.cluster import Cluster
-from tests.support.processes.launch import TORCHRUN, run_python
+from tests.support.processes.launch import run_torchrun
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +35,7 @@ def _train(
     temporary: where they have their temporary files, which a kill leaves there.
     """
     temporary_files = {"TMPDIR": str(temporary)}
-    return run_python(*TORCHRUN, "-m", module, *arguments, timeout=_SECONDS, env=temporary_files)
+    return run_torchrun("-m", module, *arguments, timeout=_SECONDS, env=temporary_files)
 
 
 def _answer(run: subprocess.CompletedProcess[str], answer: Path) -> Any:

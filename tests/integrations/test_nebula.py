@@ -27,8 +27,7 @@ from dcp_mem.integrations.nebula import run
 from tests.support.channels import PROBE_NBYTES, UsedChannel
 from tests.support.checkpoints.jobs import committed_in, wait_until
 from tests.support.nodes.cluster import Cluster
-from tests.support.processes.forks import forked, forked_ranks, raised_by
-from tests.support.processes.launch import run_fresh
+from tests.support.processes.forks import forked, forked_ranks, killed_ranks, raised_by
 
 
 @pytest.fixture(autouse=True)
@@ -369,13 +368,13 @@ def test_files_of_a_process_that_was_killed_are_removed_by_the_next_one(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     _init(memory_root, url)
     dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)
-    run_fresh(
+    killed_ranks(
         _path_of_newest,
+        None,
         memory_root,
         url,
         "model",
         str(tmp_path),
-        expect_signal=signal.SIGKILL,
     )
     assert len(list(tmp_path.glob("*-files/*"))) == 1
     dcp_mem.integrations.nebula.Checkpoint("step-2").save("model", 2)

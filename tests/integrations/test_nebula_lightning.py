@@ -13,8 +13,7 @@ import dcp_mem.integrations.nebula
 from dcp_mem import CheckpointNotFound, ConfigError
 from dcp_mem.integrations.nebula import run
 from tests.support.checkpoints.jobs import committed_in
-from tests.support.processes.forks import forked, raised_by
-from tests.support.processes.launch import run_fresh
+from tests.support.processes.forks import forked, killed_ranks, raised_by
 from tests.support.storage import gated
 
 pytest.importorskip("lightning")
@@ -88,18 +87,18 @@ def test_a_lightning_training_that_was_killed_goes_on_from_nebulas_memory(
     memory_root: Path, tmp_path: Path
 ) -> None:
     env = {"DCP_MEM_ROOT": str(memory_root)}
-    run_fresh(
+    killed_ranks(
         _fit,
+        None,
         str(tmp_path),
         _KILLED_AFTER,
         False,
         env=env,
-        expect_signal=signal.SIGKILL,
         timeout=120,
     )
     newest = f"epoch=0-step={_KILLED_AFTER}.ckpt"
     assert not (tmp_path / "storage" / newest).exists()  # it is in memory alone
-    path, is_equal = run_fresh(_resume, str(tmp_path), env=env, timeout=120)
+    path, is_equal = forked(_resume, str(tmp_path), env=env, timeout=120)
     assert path is not None
     assert path.endswith(f"/{newest}/checkpoint")
     assert not os.path.exists(path)  # it went with the process

@@ -11,7 +11,6 @@ import torch
 import dcp_mem.integrations.nebula
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forked
-from tests.support.processes.launch import run_fresh
 
 _STEPS = 4
 
@@ -99,7 +98,7 @@ def test_lightnings_strategy_takes_the_section_of_deepspeeds_config(
 ) -> None:
     pytest.importorskip("deepspeed")
     pytest.importorskip(package)
-    *both, is_off, interval = run_fresh(
+    *both, is_off, interval = forked(
         _strategies, package, str(tmp_path), env={"DS_ACCELERATOR": "cpu"}, timeout=120
     )
     names = ("persistent_storage_path", "persistent_time_interval", "num_of_version_in_retention")
@@ -238,4 +237,4 @@ def test_a_script_for_lightning(
     pytest.importorskip(package)
     for script in scripts:
         env = {"DCP_MEM_ROOT": str(memory_root)}
-        run_fresh(script, package, str(tmp_path), env=env, timeout=120)
+        forked(script, package, str(tmp_path), env=env, timeout=120)

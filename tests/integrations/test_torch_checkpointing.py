@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_mem.cli.main import main as command
-from dcp_mem.errors import (
+from dcp_mem import (
     CheckpointExists,
     CheckpointInUse,
     ConfigError,
     SegmentCorrupt,
     StorageUnavailable,
 )
+from dcp_mem.cli.main import main as command
 from dcp_mem.format import names
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
@@ -28,7 +28,7 @@ from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job, committed_in
 from tests.support.docs import blocks
 from tests.support.processes.forks import forked, forked_ranks, raised_by
-from tests.support.processes.launch import TORCHRUN, ends, run_python
+from tests.support.processes.launch import ends, run_torchrun
 
 pytest.importorskip("torch_checkpointing")
 
@@ -93,7 +93,7 @@ def _load(manager: Any, name: str) -> int:
 def _train(
     root: Path, how: str, faults: dict[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    return run_python(*TORCHRUN, _JOB, root, "14", how, timeout=_SECONDS, env=faults)
+    return run_torchrun(_JOB, root, "14", how, timeout=_SECONDS, env=faults)
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dcp_mem
-from dcp_mem import CheckpointManager, MemoryStorageWriter, TrainState
+from dcp_mem import CheckpointManager, TrainState
 from tests.support.checkpoints.jobs import Job
+from tests.support.checkpoints.plans import save_by
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import forked_ranks, raised_by
 
@@ -69,19 +70,10 @@ def assert_same(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
         assert torch.equal(raw, again), (name, part)
 
 
-def _save(writer: MemoryStorageWriter, road: str, state: dict[str, Any], name: str) -> None:
-    options: dict[str, Any] = {"checkpoint_id": name, "storage_writer": writer}
-    if road in ("save", "dcp.save"):
-        (dcp_mem.save if road == "save" else dcp.save)(state, **options)
-    else:
-        save: Any = dcp_mem.async_save if road == "async" else dcp.async_save
-        save(state, **options).result()
-
-
 def _roundtrips(job: Job, config: str, road: str) -> None:
     with job.writer() as writer:
         for step in range(3):
-            _save(writer, road, {"model": _quantised(config, step)}, f"step-{step}")
+            save_by(road, writer, {"model": _quantised(config, step)}, f"step-{step}")
         writer.wait("step-2")
     for reader in (job.reader(), Job(job.url, f"{job.memory}/elsewhere").reader()):
         for load in (dcp_mem.load, dcp.load):

@@ -19,8 +19,7 @@ from unittest import TestCase
 import pytest
 import torch
 
-from dcp_mem.common import faults
-from dcp_mem.errors import (
+from dcp_mem import (
     ConfigError,
     DcpMemError,
     MemoryRootRefused,
@@ -28,6 +27,7 @@ from dcp_mem.errors import (
     UntrustedObject,
     WaitTimeout,
 )
+from dcp_mem.common import faults
 from dcp_mem.memory.checked_reads import CheckedReader
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.docs import blocks

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from dcp_mem.errors import NoRecoverableCheckpoint, StorageUnavailable
+from dcp_mem import NoRecoverableCheckpoint, StorageUnavailable
 from dcp_mem.loading import survey
 from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
 from dcp_mem.storage import StoredFiles
@@ -17,7 +17,7 @@ from tests.support.checkpoints.jobs import Job, committed_in, save
 from tests.support.checkpoints.plans import logged
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import forked, raised_by
-from tests.support.processes.launch import TORCHRUN, ends, run_python
+from tests.support.processes.launch import ends, run_torchrun
 
 _MISSING = [
     name for name in ("torchtitan", "torchdata", "tyro", "spmd_types") if find_spec(name) is None
@@ -38,7 +38,7 @@ def _train(
     """Run a training on two ranks."""
     serving = ["-m", "dcp_mem.run", "--root", str(folder / "checkpoint")] if served else []
     program = [*serving, "-m", _JOB, f"--dump_folder={folder}", *options]
-    return run_python(*TORCHRUN, *program, timeout=_SECONDS, env=faults)
+    return run_torchrun(*program, timeout=_SECONDS, env=faults)
 
 
 @pytest.fixture

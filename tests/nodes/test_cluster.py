@@ -17,16 +17,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
-from tests.support.nodes.cluster import MEMORY, Cluster, Node, job_on_nodes, running_cluster
-from tests.support.nodes.torchrun import JobFailed
-from tests.support.storage.servers import ServerUnavailable
+from tests.support.nodes.cluster import MEMORY, Cluster, Node, job_on_nodes
 
 _MIB = 1 << 20
 _STARTED_SECONDS = 60.0
-
-# By default torchrun gives the ranks' store to the first round alone. Ranks that join later wait
-# for its address in vain, and ranks that have lost the store's node can't start again.
-_STORE_PER_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _summed(number: int) -> int:
@@ -73,18 +67,6 @@ def test_ranks_on_two_nodes_meet_over_gloo_and_each_node_has_a_memory_of_its_own
         assert "huge=within_size" in mount
 
 
-@pytest.mark.nodes(2)
-def test_nodes_know_each_other_by_name(cluster: Cluster) -> None:
-    first, second = cluster.nodes
-    ask = [
-        sys.executable,
-        "-c",
-        "import socket, sys; print(socket.gethostbyname(sys.argv[1]))",
-        second.name,
-    ]
-    assert subprocess.check_output(first.inside(ask), text=True).strip() == second.address
-
-
 @pytest.mark.nodes(1)
 def test_a_killed_node_takes_its_detached_processes_and_its_memory_along(cluster: Cluster) -> None:
     (node,) = cluster.nodes
@@ -101,16 +83,6 @@ def test_a_killed_node_takes_its_detached_processes_and_its_memory_along(cluster
     wait_until(lambda: not _traces(node.name), "the tmpfs is gone", timeout=10)
     with pytest.raises(RuntimeError, match="killed"):
         node.inside(["true"])
-
-
-def test_where_no_nodes_can_be_made_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.nodes.cluster.TOOLS", ("bash", "no-such-tool"))
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    with pytest.raises(ServerUnavailable, match="no-such-tool missing"), running_cluster(1):
-        pass
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(ServerUnavailable, match="only root"), running_cluster(1):
-        pass
 
 
 # -- what happens to nodes that work together ------------------------------------------------------
@@ -138,108 +110,6 @@ def test_a_rank_gets_an_error_when_the_other_node_is_lost(
     assert (" by peer" in survivor.output) != silently, "closed or reset by peer"
     assert ("imed out" in survivor.output) == silently
     assert ending.exit_code == -signal.SIGKILL
-
-
-def _look(name: str) -> tuple[int, bool]:
-    """Count the nodes, and say whether this one had a file of that name; make the file."""
-    path = Path(MEMORY, name)
-    there = path.exists()
-    path.touch()
-    return _summed(1), there
-
-
-@pytest.mark.nodes(2)
-@pytest.mark.slow
-@pytest.mark.variant
-def test_a_job_starts_again_with_an_empty_node_in_the_place_of_a_lost_one(cluster: Cluster) -> None:
-    survivor, lost = cluster.nodes
-    assert cluster.launch(_look, "kept").results() == [(2, False), (2, False)]
-    lost.kill()
-    replacement = cluster.add()
-    assert cluster.nodes == [survivor, replacement]
-    assert replacement.name != lost.name
-    assert cluster.launch(_look, "kept", nodes=[replacement, survivor]).results() == [
-        (2, False),
-        (2, True),
-    ]
-
-
-def _sum_until_resumed(started: Path) -> tuple[int, bool]:
-    """Work, and after a restart look around as `_look` does."""
-    size, there = _look("kept")
-    if _summed(there) == 0:
-        _sum_for_ever(started)
-    return size, there
-
-
-@pytest.mark.nodes(2)
-@pytest.mark.slow
-@pytest.mark.variant
-def test_a_running_job_goes_on_when_an_empty_node_joins_in_the_place_of_a_lost_one(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    job = cluster.launch(
-        _sum_until_resumed, tmp_path / "started", max_restarts=5, env=_STORE_PER_ROUND
-    )
-    wait_until((tmp_path / "started").exists, "both nodes take part", _STARTED_SECONDS)
-    lost = cluster.nodes[1]
-    lost.kill()
-    job.join(cluster.add())
-    assert job.results() == [(2, True), (2, False)]
-    assert [ending.node for ending in job.wait(0) if ending.exit_code] == [lost.name]
-
-
-def _sum_until_alone(both: Path) -> int:
-    """Work until the other node, once it was there, is lost; the size of the world that is left."""
-    while dist.get_world_size() > 1 or not both.exists():
-        if _summed(1) == 2:
-            both.touch()
-        time.sleep(0.01)
-    return dist.get_world_size()
-
-
-@pytest.mark.nodes(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1], ids=["coordinator", "other"])
-@pytest.mark.variant
-def test_an_elastic_job_goes_on_with_fewer_nodes(
-    cluster: Cluster, tmp_path: Path, lost: int
-) -> None:
-    both = tmp_path / "both"
-    store = cluster.serve_store() if lost == 0 else None
-    job = cluster.launch(
-        _sum_until_alone, both, nnodes="1:2", max_restarts=5, store=store, env=_STORE_PER_ROUND
-    )
-    wait_until(both.exists, "both nodes take part", _STARTED_SECONDS)
-    cluster.nodes[lost].kill()
-    assert job.results() == [1]
-    assert job.wait(0)[lost].exit_code == -signal.SIGKILL
-
-
-@pytest.mark.nodes(1)
-def test_a_job_starts_while_another_ones_rendezvous_has_its_port(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """As after a kill, when what the other one listened on may still be taken."""
-    other = cluster.launch(_idle, tmp_path / "started")
-    wait_until((tmp_path / "started").exists, "the other job runs", _STARTED_SECONDS)
-    assert cluster.launch(_summed, 1).results() == [1]
-    other.kill()
-    assert cluster.launch(_summed, 1).results() == [1]
-
-
-def _fail(rank: int) -> None:
-    if dist.get_rank() == rank:
-        raise ValueError("as told")
-    _summed(1)
-
-
-@pytest.mark.nodes(2)
-def test_a_failure_on_one_node_is_told_with_its_output(cluster: Cluster) -> None:
-    with pytest.raises(
-        JobFailed, match=r"torchrun failed: .*node1-.*: 1(.|\n)*ValueError: as told"
-    ):
-        cluster.launch(_fail, 1, patience=10.0).results()
 
 
 # -- the network -----------------------------------------------------------------------------------
@@ -347,22 +217,6 @@ def test_a_throttled_node_sends_and_receives_no_faster_than_its_limit(cluster: C
         assert max(_bytes_per_second(sender, receiver, 32 * _MIB) for _ in range(3)) > 4 * limit
 
 
-_CONNECT = """
-import socket, sys
-socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5).close()
-"""
-
-
-@pytest.mark.nodes(4)
-def test_a_store_off_the_nodes_is_reached_whichever_node_is_lost(cluster: Cluster) -> None:
-    host, _, port = cluster.serve_store().partition(":")
-    *others, last = cluster.nodes
-    for lost in (None, *others):
-        if lost is not None:
-            lost.kill()
-        subprocess.run(last.inside([sys.executable, "-S", "-c", _CONNECT, host, port]), check=True)
-
-
 # -- nothing is left -------------------------------------------------------------------------------
 
 
@@ -382,35 +236,6 @@ def _traces(token: str) -> list[str]:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found += [line for line in listed.splitlines() if token in line]
     return found
-
-
-def _idle(started: Path) -> None:
-    started.touch()
-    time.sleep(1000)
-
-
-@pytest.mark.nodes(1)
-def test_nothing_is_left_of_a_cluster_in_which_a_test_failed_and_its_neighbour_lives_on(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    links = _links()
-    processes = []
-    with contextlib.suppress(ZeroDivisionError), running_cluster(2) as failing:
-        assert failing.nodes[0].address == cluster.nodes[0].address
-        failing.launch(_idle, tmp_path / "started")
-        wait_until((tmp_path / "started").exists, "the ranks run", _STARTED_SECONDS)
-        processes = [process for node in failing.nodes for process in node.processes()]
-        assert len(processes) >= 2 * 3
-        assert _traces(failing.token)
-        _ = 1 / 0
-    assert not [process for process in processes if process.is_running()]
-    wait_until(lambda: not _traces(failing.token), "the namespaces are gone", timeout=10)
-    assert _links() <= links
-    assert [node.is_alive for node in cluster.nodes] == [True]
-
-
-def _links() -> set[str]:
-    return {name for _, name in socket.if_nameindex()}
 
 
 _ABANDONED = """
@@ -479,39 +304,3 @@ def test_a_job_that_was_killed_on_two_nodes_puts_together_what_lies_in_their_mem
 def _load(job: Job) -> tuple[int, str]:
     loaded = load_anew(job)
     return loaded.number, loaded.report.source
-
-
-@pytest.mark.nodes(1)
-@pytest.mark.slow
-def test_a_job_that_was_killed_on_its_only_node_loads_from_its_memory(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    job = job_on_nodes()
-    killed = cluster.launch(_save_and_idle, job, tmp_path / "saved", ranks_per_node=2)
-    wait_until((tmp_path / "saved").exists, "two saves", _STARTED_SECONDS)
-    killed.kill()
-    assert cluster.launch(_load, job, ranks_per_node=2).results() == [(2, "memory")] * 2
-
-
-def _save_until_lost(job: Job) -> None:
-    with job.writer() as writer:
-        save(writer, 1)
-        writer.wait("step-1", timeout=60)
-        save(writer, 2)
-
-
-@pytest.mark.nodes(2)
-@pytest.mark.slow
-def test_a_node_lost_at_a_named_point_of_a_save_costs_that_save_alone(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    job = job_on_nodes(tmp_path / "run")
-    survivor, lost = cluster.nodes
-    stop = {"DCP_MEM_FAULTS": "stage.copied:stop:2"}
-    saving = cluster.launch(_save_until_lost, job, env_of={lost: stop}, patience=20.0)
-    wait_until(lost.stopped, "the second save is staged", _STARTED_SECONDS)
-    assert not survivor.stopped()
-    lost.kill()
-    assert [ending.exit_code for ending in saving.wait(60)] == [1, -signal.SIGKILL]
-    cluster.add()
-    assert cluster.launch(_load, job).results() == [(1, "memory and peers and storage")] * 2

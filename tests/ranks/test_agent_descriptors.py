@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from dcp_mem.errors import StorageUnavailable
+from dcp_mem import StorageUnavailable
 from dcp_mem.flushing import agent_handle
 from dcp_mem.storage import Source, posix_upload
 from dcp_mem.storage.posix import PosixStorage

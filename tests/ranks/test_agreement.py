@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_mem import RankFailed
 from dcp_mem.comm import Ranks, SingleRank, ranks_of
 from dcp_mem.comm.agreement import (
     _MOST_FAILURES,
@@ -29,7 +30,6 @@ from dcp_mem.comm.agreement import (
     on_rank_0,
     raise_together,
 )
-from dcp_mem.errors import RankFailed
 from tests.support.processes.forks import forked_ranks, raised_by
 from tests.support.processes.kill_targets import forked
 from tests.support.variants import with_variants

@@ -30,7 +30,7 @@ from tests.support.checkpoints.roundtrip import (
     blank_of,
     comes_back,
 )
-from tests.support.processes.launch import run_fresh, run_ranks
+from tests.support.processes.forks import forked, forked_ranks
 from tests.support.variants import with_variants
 
 _TYPES: Any = getattr(dcp.state_dict_saver, "AsyncCheckpointerType", None)
@@ -109,12 +109,12 @@ def _is_there(places: Places, writer: MemoryStorageWriter, name: str, state: Sta
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
 def test_saves_in_threads_and_plain_ones_follow_each_other(places: Places, ranks: int) -> None:
-    run_ranks(_saves_asynchronously, ranks, places, ["thread"] * 4, timeout=100)
+    forked_ranks(_saves_asynchronously, ranks, places, ["thread"] * 4, timeout=100)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_saves_by_dcp_mem_and_by_dcp_follow_each_other(places: Places, ranks: int) -> None:
-    run_ranks(
+    forked_ranks(
         _saves_asynchronously, ranks, places, [OWN, "thread", OWN, OWN, "thread"], timeout=100
     )
 
@@ -124,7 +124,7 @@ def test_saves_by_dcp_mem_and_by_dcp_follow_each_other(places: Places, ranks: in
 def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
     places: Places, ranks: int
 ) -> None:
-    run_ranks(
+    forked_ranks(
         _saves_asynchronously,
         ranks,
         places,
@@ -152,7 +152,7 @@ def _saves_in_another_process_several_at_once(places: Places) -> None:
 def test_saves_in_another_process_may_be_under_way_several_at_once(
     places: Places, ranks: int
 ) -> None:
-    run_ranks(_saves_in_another_process_several_at_once, ranks, places, timeout=100)
+    forked_ranks(_saves_in_another_process_several_at_once, ranks, places, timeout=100)
 
 
 def _is_killed_where_it_saves(places: Places, point: str) -> None:
@@ -178,11 +178,11 @@ def _is_killed_where_it_saves(places: Places, point: str) -> None:
 def test_a_kill_of_the_process_that_saves_leaves_the_checkpoint_before(
     places: Places, point: str
 ) -> None:
-    run_ranks(_is_killed_where_it_saves, 1, places, point, timeout=100)
+    forked_ranks(_is_killed_where_it_saves, 1, places, point, timeout=100)
 
 
 def test_asynchronous_saves_work_without_a_process_group(places: Places) -> None:
-    run_fresh(_saves_asynchronously, places, ["thread"] * 4)
+    forked(_saves_asynchronously, places, ["thread"] * 4)
 
 
 class _Fails(dcp.DefaultSavePlanner):
@@ -211,7 +211,7 @@ def _fails_asynchronously(places: Places, executor: str) -> list[str]:
 def test_an_asynchronous_save_that_fails_on_one_rank_fails_on_all_and_harms_nothing(
     places: Places, executor: str
 ) -> None:
-    for errors in run_ranks(_fails_asynchronously, 2, places, executor, timeout=100):
+    for errors in forked_ranks(_fails_asynchronously, 2, places, executor, timeout=100):
         assert len(errors) == 2
         assert all("LookupError: no data" in error for error in errors), errors
 
@@ -244,7 +244,7 @@ def _fails_before_it_calls_the_writer(places: Places, executor: str) -> None:
 def test_a_save_that_fails_before_it_calls_the_writer_holds_up_no_other(
     places: Places, executor: str
 ) -> None:
-    run_fresh(_fails_before_it_calls_the_writer, places, executor)
+    forked(_fails_before_it_calls_the_writer, places, executor)
 
 
 def _fails_on_one_rank_to_make_its_state(places: Places) -> list[str]:
@@ -272,7 +272,7 @@ def _fails_on_one_rank_to_make_its_state(places: Places) -> list[str]:
 def test_a_state_that_one_rank_cannot_make_fails_the_asynchronous_save_on_all(
     places: Places,
 ) -> None:
-    for errors in run_ranks(_fails_on_one_rank_to_make_its_state, 2, places, timeout=100):
+    for errors in forked_ranks(_fails_on_one_rank_to_make_its_state, 2, places, timeout=100):
         assert len(errors) == 2
         assert all("no state" in error for error in errors), errors
 
@@ -310,7 +310,7 @@ if "no_dist" in inspect.signature(dcp.save).parameters:  # newer than torch 2.6
 
 
 def test_dcps_own_call_is_used_only_where_dcp_mem_cannot_stand_in_for_it(places: Places) -> None:
-    used = run_fresh(_uses_of_dcps_own_call, places)
+    used = forked(_uses_of_dcps_own_call, places)
     assert used == {how: int(how.startswith("a torch")) for how in _HOW_CALLED}
 
 
@@ -334,7 +334,7 @@ def _trains_while_it_saves(places: Places) -> None:
 
 
 def test_training_goes_on_with_its_collectives_while_a_thread_saves(places: Places) -> None:
-    run_ranks(_trains_while_it_saves, 2, places)
+    forked_ranks(_trains_while_it_saves, 2, places)
 
 
 def test_each_pickled_copy_of_a_writer_saves_on(places: Places) -> None:
@@ -359,7 +359,7 @@ def _saves_pickled(places: Places, pickled: bytes, step: int) -> None:
 def test_a_pickled_writer_saves_in_another_process_while_the_first_lives(places: Places) -> None:
     with places.writer() as writer:
         places.save(writer, {"w": torch.full((50,), 0.0)}, "step-0")
-        run_fresh(_saves_pickled, places, pickle.dumps(writer), 1)
+        forked(_saves_pickled, places, pickle.dumps(writer), 1)
         comes_back(places, "step-1", {"w": torch.full((50,), 1.0)})
         places.save(writer, {"w": torch.full((50,), 2.0)}, "step-2")
         for step in (1, 2):

@@ -178,7 +178,7 @@ def test_all_ranks_name_the_rank_that_is_silent(victim: int) -> None:
     stopped = forked(_loses, 6, victim, signal.SIGSTOP, env={"DCP_MEM_TIMEOUT": str(seconds)})
     stopped.wait_until_stopped(victim)
     others = [rank for rank in range(6) if rank != victim]
-    wait_for(lambda: all(stopped.has_ended(rank) for rank in others), "the others to end", 60)
+    wait_for(lambda: all(not stopped.is_running(rank) for rank in others), "the others to end", 60)
     stopped.send(victim, signal.SIGKILL)
     outcomes = stopped.join(timeout=30, killed={victim})
     for rank in others:

@@ -15,8 +15,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 import dcp_mem
-from dcp_mem import CheckpointNotFound, ConfigError, NoRecoverableCheckpoint, RankFailed
-from dcp_mem.errors import DcpMemError
+from dcp_mem import (
+    CheckpointNotFound,
+    ConfigError,
+    DcpMemError,
+    NoRecoverableCheckpoint,
+    RankFailed,
+)
 from tests.support.checkpoints.jobs import Job, make_state, number_of
 from tests.support.processes.forks import forked_ranks
 

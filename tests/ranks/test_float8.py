@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp_mem
-from dcp_mem import MemoryStorageWriter
 from dcp_mem.cli.main import main
 from dcp_mem.operations.safetensors_file import DTYPES
 from tests.support.checkpoints.jobs import Job
+from tests.support.checkpoints.plans import save_by
 from tests.support.checkpoints.roundtrip import Places, assert_same, comes_back, other_bytes
 from tests.support.processes.forks import forked_ranks
 
@@ -57,15 +57,6 @@ def _state(number: int) -> dict[str, Any]:
     return state
 
 
-def _save(writer: MemoryStorageWriter, road: str, state: dict[str, Any], name: str) -> None:
-    options: dict[str, Any] = {"checkpoint_id": name, "storage_writer": writer}
-    if road in ("save", "dcp.save"):
-        (dcp_mem.save if road == "save" else dcp.save)(state, **options)
-        return
-    save: Any = dcp_mem.async_save if road == "async" else dcp.async_save
-    save(state, **options).result()
-
-
 @pytest.mark.parametrize("road", ["save", "dcp.save", "async", "async by dcp"])
 def test_eight_bits_come_back_by_every_road(memory_root: Path, tmp_path: Path, road: str) -> None:
     places = Places(str(memory_root), str(tmp_path / "root"))
@@ -75,7 +66,7 @@ def test_eight_bits_come_back_by_every_road(memory_root: Path, tmp_path: Path, r
 def _roundtrips(places: Places, road: str) -> None:
     with places.writer() as writer:
         for step in range(3):  # the first is planned, later ones are recognised and copied ahead
-            _save(writer, road, _state(step), f"step-{step}")
+            save_by(road, writer, _state(step), f"step-{step}")
         writer.wait("step-2", timeout=60)
         comes_back(places, "step-2", _state(2))
         blank = _blank(_state(2))
@@ -142,7 +133,7 @@ def _save_sharded(job: Job, road: str) -> None:
         state[f"{name}.replicated"] = DTensor.from_local(local, mesh, [Replicate()])
     with job.writer() as writer:
         for step in range(2):
-            _save(writer, road, state, f"step-{step}")
+            save_by(road, writer, state, f"step-{step}")
 
 
 def _load_sharded(job: Job) -> None:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from dcp_mem import State, StorageUnavailable
-from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
+from dcp_mem import CheckpointStatus, State, StorageUnavailable
+from dcp_mem.common.values import MEMORY, STORAGE
 from dcp_mem.config import Settings
 from dcp_mem.format import names
 from dcp_mem.memory.job import JobMemory

@@ -8,11 +8,13 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 import dcp_mem
 from dcp_mem.common import faults
@@ -53,7 +55,7 @@ from tests.support.processes.kill_targets import (
     wait_for,
     wait_until_durable,
 )
-from tests.support.variants import with_variants
+from tests.support.variants import VARIANT, with_variants
 
 SAVE_POINTS = [
     point for point in faults.POINTS if point.startswith(("save.", "stage.", "complete."))
@@ -71,11 +73,8 @@ OF_BOTH = [point for point in SAVE_POINTS if point not in LEADER_POINTS]
 COMPLETE_FROM = SAVE_POINTS.index("complete.manifest")
 MOMENTS = ["stage.copying", "stage.sealed", "complete.manifest"]
 """While the new checkpoint is a part, is whole in one process, and is complete.
-
-The gate has all points where a kill leaves another rank.
 """
 OF_DCP = ("dcp.save", "torch's planner")
-OF_DCP_MEM = {ROAD: "dcp_mem.save"}
 
 
 def on(roads: Sequence[str], point: str, shift: int = 0) -> dict[str, str]:
@@ -136,103 +135,53 @@ def check_restart(place: Place, world_size: int | None, newest: set[int]) -> Non
     assert slots_in(place) == place.keep * size
 
 
-@pytest.mark.parametrize("point", with_variants(SAVE_POINTS, gate=MOMENTS))
-def test_kill_of_a_lone_rank_leaves_the_staged_checkpoint_or_the_previous_one(
-    point: str, memory_root: Path
+class Kill(NamedTuple):
+    """A kill of one rank, of one or two, at a point of save 3."""
+
+    road: str
+    world_size: int | None
+    point: str
+    rank: int = 0
+
+    @property
+    def env(self) -> dict[str, str]:
+        if self.road == "dcp":
+            return on(OF_DCP, self.point, shift=(self.world_size or 1) - 1 - self.rank)
+        return {OVERLAPPED: "1"} if self.road == "async" else {ROAD: "dcp_mem.save"}
+
+
+def kills() -> Iterator[ParameterSet]:
+    """On each road each point; the gate has each point once on two ranks, and some on one."""
+    for road in ("dcp", "dcp_mem", "async"):
+        more = OVERLAP_POINTS if road == "async" else []
+        for number, point in enumerate([*SAVE_POINTS, *more]):
+            lone = [*more, "complete.manifest"] if more else MOMENTS
+            yield pytest.param(Kill(road, None, point), marks=[] if point in lone else VARIANT)
+            for rank in (0, 1) if point in (*OF_BOTH, *more) else (0,):
+                in_gate = rank == number % 2 or point in LEADER_POINTS
+                yield pytest.param(Kill(road, 2, point, rank), marks=[] if in_gate else VARIANT)
+
+
+@pytest.mark.parametrize("kill", list(kills()), ids=str)
+def test_kill_of_a_rank_leaves_the_staged_checkpoint_or_the_previous_one(
+    kill: Kill, memory_root: Path
 ) -> None:
     place = Place(str(memory_root))
-    forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}, env=on(OF_DCP, point)).join(
-        killed={0}
+    armed = {kill.rank: f"{kill.point}:kill:1"}
+    outcomes = forked(save_armed, kill.world_size, place, [1, 2], 3, armed, env=kill.env).join(
+        killed={kill.rank}
     )
-    check_memory(place, None, {newest_after(point)})
-    check_restart(place, None, {newest_after(point)})
-
-
-@pytest.mark.parametrize(
-    ("point", "rank"), [*((point, 0) for point in SAVE_POINTS), *((point, 1) for point in OF_BOTH)]
-)
-def test_kill_of_one_of_two_ranks_leaves_the_staged_checkpoint_or_the_previous_one(
-    point: str, rank: int, memory_root: Path
-) -> None:
-    place = Place(str(memory_root))
-    outcomes = forked(
-        save_armed,
-        2,
-        place,
-        [1, 2],
-        3,
-        {rank: f"{point}:kill:1"},
-        env=on(OF_DCP, point, shift=1 - rank),
-    ).join(killed={rank})
-    if point not in AFTER_THE_VOTE:
-        assert outcomes[1 - rank], "the save returned where a rank was killed in it"
     # Rank 1 is not needed any more once it has told that it sealed: then rank 0 may or may not have
     # heard it.
-    newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
-    check_memory(place, 2, newest)
-    check_restart(place, 2, newest)
-
-
-@pytest.mark.parametrize("point", with_variants(SAVE_POINTS, gate=MOMENTS))
-def test_kill_of_a_lone_rank_in_dcp_mem_save(point: str, memory_root: Path) -> None:
-    place = Place(str(memory_root))
-    forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}, env=OF_DCP_MEM).join(
-        killed={0}
-    )
-    check_memory(place, None, {newest_after(point)})
-    check_restart(place, None, {newest_after(point)})
-
-
-@pytest.mark.parametrize(
-    ("point", "rank"), [*((point, 0) for point in SAVE_POINTS), *((point, 1) for point in OF_BOTH)]
-)
-def test_kill_of_one_of_two_ranks_in_dcp_mem_save(point: str, rank: int, memory_root: Path) -> None:
-    """No collective of DCP follows ours here; a rank whose save returned knows it is complete."""
-    place = Place(str(memory_root))
-    outcomes = forked(
-        save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}, env=OF_DCP_MEM
-    ).join(killed={rank})
-    newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
-    if point not in AFTER_THE_VOTE:
-        assert outcomes[1 - rank], "the save returned where a rank was killed in it"
-    if not outcomes[1 - rank]:
-        newest = {3}
-    check_memory(place, 2, newest)
-    check_restart(place, 2, newest)
-
-
-@pytest.mark.parametrize(
-    "point",
-    with_variants([*SAVE_POINTS, *OVERLAP_POINTS], gate=[*OVERLAP_POINTS, "complete.manifest"]),
-)
-def test_kill_of_a_lone_rank_in_an_asynchronous_save(point: str, memory_root: Path) -> None:
-    place = Place(str(memory_root))
-    forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}, env={OVERLAPPED: "1"}).join(
-        killed={0}
-    )
-    check_memory(place, None, {newest_after(point)})
-    check_restart(place, None, {newest_after(point)})
-
-
-@pytest.mark.parametrize(
-    ("point", "rank"),
-    [
-        *((point, 0) for point in [*SAVE_POINTS, *OVERLAP_POINTS]),
-        *((point, 1) for point in [*OF_BOTH, *OVERLAP_POINTS]),
-    ],
-)
-def test_kill_of_one_of_two_ranks_in_an_asynchronous_save(
-    point: str, rank: int, memory_root: Path
-) -> None:
-    place = Place(str(memory_root))
-    outcomes = forked(
-        save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}, env={OVERLAPPED: "1"}
-    ).join(killed={rank})
-    if point not in AFTER_THE_VOTE:
-        assert outcomes[1 - rank], "the save returned where a rank was killed in it"
-    newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
-    check_memory(place, 2, newest)
-    check_restart(place, 2, newest)
+    is_told = (kill.point, kill.rank) == ("complete.receipts", 1)
+    newest = {2, 3} if is_told else {newest_after(kill.point)}
+    for error in outcomes[: kill.rank] + outcomes[kill.rank + 1 :]:
+        if kill.point not in AFTER_THE_VOTE:
+            assert error, "the save returned where a rank was killed in it"
+        if kill.road == "dcp_mem" and not error:
+            newest = {3}  # no collective of DCP follows ours there
+    check_memory(place, kill.world_size, newest)
+    check_restart(place, kill.world_size, newest)
 
 
 @pytest.mark.parametrize("point", with_variants(SAVE_POINTS, gate=SAVE_POINTS[::2]))
@@ -304,43 +253,35 @@ def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(
     forked(save_all, world_size, place, [4, 5, 6, 7], "best").join()
     assert stock_steps(memory_root / place.job) == {"best": 7}
     assert slots_in(place) <= (place.keep + 1) * (world_size or 1)
-    assert forked(load_all, None, place, ["best"]).one() == [Loaded(7, "best", "memory")]
+    assert forked(load_all, None, place, ["best"]).join()[0] == [Loaded(7, "best", "memory")]
 
 
 @pytest.mark.parametrize(
-    ("point", "rank"), [(point, rank) for point in SAVE_POINTS for rank in (0, 1)][:-1]
+    "kill",
+    [
+        *(
+            pytest.param(Kill("", 2, point, rank), marks=[] if rank == number % 2 else VARIANT)
+            for number, point in enumerate(SAVE_POINTS)
+            for rank in ((0, 1) if point != "save.finished" else (0,))
+        ),
+        Kill("async", 2, "overlap.begun", 0),
+        Kill("async", 2, "overlap.copied", 1),
+        Kill("async", 2, "stage.sealed", 1),
+        Kill("async", 2, "complete.receipts", 1),
+        Kill("async", 2, "complete.catalog", 0),
+        Kill("async", 2, "complete.catalog", 1),
+        Kill("async", 2, "complete.manifest", 0),
+    ],
+    ids=str,
 )
 def test_kill_on_one_of_two_nodes_leaves_both_with_the_same_whole_checkpoint(
-    point: str, rank: int, memory_root: Path
+    kill: Kill, memory_root: Path
 ) -> None:
     """Each rank has its own memory root, and keeps one checkpoint there: the tightest case."""
-    kill_on_one_of_two_nodes(memory_root, point, rank, on(tuple(SAVES), point, shift=rank))
-
-
-@pytest.mark.parametrize(
-    ("point", "rank"),
-    [
-        ("overlap.begun", 0),
-        ("overlap.copied", 1),
-        ("stage.sealed", 1),
-        ("complete.receipts", 1),
-        ("complete.catalog", 0),
-        ("complete.catalog", 1),
-        ("complete.manifest", 0),
-    ],
-)
-def test_kill_on_one_of_two_nodes_in_an_asynchronous_save(
-    point: str, rank: int, memory_root: Path
-) -> None:
-    kill_on_one_of_two_nodes(memory_root, point, rank, {OVERLAPPED: "1"})
-
-
-def kill_on_one_of_two_nodes(
-    memory_root: Path, point: str, rank: int, env: Mapping[str, str]
-) -> None:
-    """Kill a rank in save 3: both nodes have the same checkpoint then, and later ones follow."""
     place = two_nodes(memory_root, keep=1)
-    forked(save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}, env=env).join(killed={rank})
+    env = kill.env if kill.road else on(tuple(SAVES), kill.point, shift=kill.rank)
+    armed = {kill.rank: f"{kill.point}:kill:1"}
+    forked(save_armed, 2, place, [1, 2], 3, armed, env=env).join(killed={kill.rank})
     on_first, on_second = (held_on(root, place.job) for root in place.roots)
     assert on_first & on_second, (on_first, on_second)
     forked(save_all, 2, place, [4, 5, 6]).join()
@@ -374,11 +315,11 @@ def test_kill_before_the_new_metadata_is_shown_is_made_good_by_the_next_save(
     memory_root: Path,
 ) -> None:
     place = Place(str(memory_root))
-    forked(save_all, None, place, [1], "best").one()
+    forked(save_all, None, place, [1], "best").join()
     forked(save_armed, None, place, [], 2, {0: "complete.manifest:kill:1"}, "best").join(killed={0})
     # It is whole, although it isn't the newest.
     assert stock_steps(memory_root / place.job) == {"best": 1}
-    forked(save_all, None, place, [3]).one()
+    forked(save_all, None, place, [3]).join()
     assert stock_steps(memory_root / place.job) == {"best": 2, name_of(3): 3}
 
 
@@ -387,16 +328,16 @@ def test_kill_while_finish_replaces_the_metadata_leaves_the_checkpoint_whole(
 ) -> None:
     """A planner may hand over its metadata only to `finish`; then it is published a second time."""
     place = Place(str(memory_root), keep=1)
-    forked(save_all, None, place, [1]).one()
+    forked(save_all, None, place, [1]).join()
     memory = JobMemory(place.root, place.job)
     (held,) = memory.checkpoints()
     own = Path(held.directory, ".dcp_mem")
     other = own / f"catalog-{'0' * 16}"
     # A catalog that no manifest names yet.
     shutil.copy(Path(held.directory, names.catalog_file(held.manifest.catalog)), other)
-    assert forked(load_all, None, place, [None]).one() == [Loaded(1, name_of(1), "memory")]
-    forked(save_all, None, place, [2]).one()
-    assert forked(load_all, None, place, [None]).one() == [Loaded(2, name_of(2), "memory")]
+    assert forked(load_all, None, place, [None]).join()[0] == [Loaded(1, name_of(1), "memory")]
+    forked(save_all, None, place, [2]).join()
+    assert forked(load_all, None, place, [None]).join()[0] == [Loaded(2, name_of(2), "memory")]
     assert not other.exists()
 
 
@@ -438,7 +379,7 @@ def test_agent_killed_in_a_flush_leaves_it_to_the_agent_that_the_restarted_job_s
     wait_for(lambda: not agents_of(memory_root), "the armed agent to be killed")
     assert stock_steps(tmp_path / "storage") == ({name_of(1): 1} if committed_after(point) else {})
     forked(save_all, 2, place, [2], "", True).join()
-    forked(wait_until_durable, None, place, [1]).one()
+    forked(wait_until_durable, None, place, [1]).join()
     check_storage(place, {name_of(1): 1, name_of(2): 2}, ranks=2)
     check_from_storage_alone(place, 2, 2)
 
@@ -448,7 +389,7 @@ def test_agent_killed_in_a_flush_is_started_again_by_a_trainer_that_waits(
     point: str, memory_root: Path, tmp_path: Path
 ) -> None:
     place = Place(str(memory_root), str(tmp_path / "storage"))
-    forked(outlive_agent, None, place, 1, f"{point}:kill:1").one()
+    forked(outlive_agent, None, place, 1, f"{point}:kill:1").join()
     check_storage(place, {name_of(1): 1})
 
 
@@ -460,9 +401,9 @@ def test_trainer_killed_in_its_own_flush_thread_leaves_the_flush_to_its_restart(
     forked(flush_in_armed_thread, None, place, [1], 2, f"{point}:kill:1").join(killed={0})
     expected = {name_of(1): 1, name_of(2): 2} if committed_after(point) else {name_of(1): 1}
     assert stock_steps(tmp_path / "storage") == expected
-    (found,) = forked(load_all, None, place, [None], False).one()
+    (found,) = forked(load_all, None, place, [None], False).join()[0]
     assert found == Loaded(2, name_of(2), "memory")
-    forked(save_all, None, place, [3]).one()
+    forked(save_all, None, place, [3]).join()
     check_storage(place, {name_of(1): 1, name_of(2): 2, name_of(3): 3})
     assert agents_of(memory_root) == []
 
@@ -475,14 +416,14 @@ def test_kill_while_a_durable_checkpoint_is_replaced_leaves_the_old_or_the_new_o
     forked(flush_in_armed_thread, None, place, [1], 2, f"{point}:kill:1", "best").join(killed={0})
     stored = 2 if committed_after(point) else 1
     assert stock_steps(tmp_path / "storage") == {"best": stored}
-    (newest, named) = forked(load_all, None, place, [None, "best"]).one()
+    (newest, named) = forked(load_all, None, place, [None, "best"]).join()[0]
     assert newest == named == Loaded(2, "best", "memory")
     aside = Path(place.root) / "aside"
     (memory_root / place.job).rename(aside)
-    (newest, named) = forked(load_all, None, place, [None, "best"]).one()
+    (newest, named) = forked(load_all, None, place, [None, "best"]).join()[0]
     assert newest == named == Loaded(stored, "best", "storage")
     aside.rename(memory_root / place.job)
-    forked(save_all, None, place, [3]).one()
+    forked(save_all, None, place, [3]).join()
     check_storage(place, {"best": 2, name_of(3): 3})
 
 
@@ -556,8 +497,8 @@ def test_sigterm_to_the_trainer_does_not_lose_the_flush(memory_root: Path, tmp_p
             lambda: flusher.status() == psutil.STATUS_STOPPED, "the agent to come to the point"
         )
         # A launcher signals everything that the job has started.
-        os.killpg(trainer.process.pids[0], signal.SIGTERM)
-        wait_for(lambda: trainer.process.has_ended(0), "the trainer to end")
+        os.killpg(trainer.process.pid(), signal.SIGTERM)
+        wait_for(lambda: not trainer.process.is_running(0), "the trainer to end")
     assert stock_steps(tmp_path / "storage") == {}
     flusher.send_signal(signal.SIGTERM)  # a scheduler tells every process of the node
     flusher.send_signal(signal.SIGCONT)
@@ -585,11 +526,11 @@ def test_wait_in_a_process_that_saves_nothing_has_the_rest_flushed(
 ) -> None:
     place = Place(str(memory_root), str(tmp_path / "storage"), agent=kind)
     if kind == "process":
-        forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").one()
+        forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").join()
         wait_for(lambda: agents_of(memory_root) == [], "the agent to be killed")
     else:
         forked(flush_in_armed_thread, None, place, [], 1, "flush.started:kill:1").join(killed={0})
-    forked(wait_until_durable, None, place, [1]).one()
+    forked(wait_until_durable, None, place, [1]).join()
     check_storage(place, {name_of(1): 1})
 
 
@@ -628,7 +569,7 @@ def test_agent_that_meets_one_about_to_end_takes_its_place(
     memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place(str(memory_root), str(tmp_path / "storage"))
-    forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").one()
+    forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").join()
     wait_for(lambda: agents_of(memory_root) == [], "the agent to be killed")
     ending = os.open(memory_root / ".agent" / "lock", os.O_RDWR)
     wait_for(lambda: locks.try_lease(ending, exclusive=True), "the killed agent's lock to be free")
@@ -649,7 +590,7 @@ def test_two_flushers_never_work_on_one_checkpoint(
 ) -> None:
     """For example two ranks' flush threads: they would upload the same objects twice."""
     place = Place(str(memory_root), str(tmp_path / "storage"))
-    forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").one()
+    forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").join()
     wait_for(lambda: agents_of(memory_root) == [], "the agent to be killed")
     (held,) = JobMemory(str(memory_root), place.job).checkpoints()
     wait_for(lambda: not locks.is_leased(held.manifest_path), "the killed agent's lease to end")
@@ -754,7 +695,7 @@ def test_damaged_checkpoint_that_a_load_passed_over_can_leave_memory(
     length: int, memory_root: Path
 ) -> None:
     place = Place(str(memory_root), keep=1)
-    forked(save_all, None, place, [1]).one()
+    forked(save_all, None, place, [1]).join()
     (segment,) = (memory_root / place.job / name_of(1)).glob("*.distcp")
     os.truncate(segment, length)
     with Line(place) as trainer:

@@ -17,7 +17,7 @@ from tests.support.checkpoints.models import (
     zero_tensor,
 )
 from tests.support.checkpoints.roundtrip import Places, comes_back
-from tests.support.processes.launch import run_ranks
+from tests.support.processes.forks import forked_ranks
 
 
 def _as_large_jobs() -> None:
@@ -46,7 +46,7 @@ def _saves(places: Places) -> None:
 
 @pytest.mark.timeout(240)
 def test_what_is_planned_in_portions_comes_back_from_every_road(places: Places) -> None:
-    run_ranks(_saves, 4, places, timeout=200)
+    forked_ranks(_saves, 4, places, timeout=200)
     expected = {**unsharded_state("a", full_tensor), "replicated": torch.arange(100.0)}
     expected |= {f"own.{rank}": torch.full((3,), rank) for rank in range(4)}
     comes_back(places, "second", expected)
@@ -64,5 +64,5 @@ def _contradicts(places: Places) -> str:
 
 
 def test_ranks_that_contradict_each_other_all_hear_of_it(places: Places) -> None:
-    for text in run_ranks(_contradicts, 3, places):
+    for text in forked_ranks(_contradicts, 3, places):
         assert "other: ranks have different sizes of the whole tensor" in text

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checkpoints.jobs import wait_until
-from tests.support.processes.launch import (
+from tests.support.processes.forks import (
     RankDeath,
     RanksFailed,
     RanksHung,
-    launched,
-    run_fresh,
-    run_ranks,
+    forked,
+    forked_ranks,
+    forking,
+    killed_ranks,
 )
 
 
@@ -57,27 +58,8 @@ def _exit_without_returning() -> None:
     os._exit(0)
 
 
-def _process_group_is_initialized() -> bool:
-    return dist.is_initialized()
-
-
-def _announce_and_wait(path: Path) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: path.unlink())
-    path.touch()
-    while path.exists():
-        time.sleep(0.01)
-
-
-def test_ranks_form_one_group_and_return_by_rank() -> None:
-    assert run_ranks(_sum_of_ranks, 2, 10) == [10.0, 10.0]
-
-
-def test_a_fresh_process_has_no_process_group() -> None:
-    assert run_fresh(_process_group_is_initialized) is False
-
-
 def test_a_killed_rank_is_reported_beside_what_the_others_returned() -> None:
-    outcomes = run_ranks(_return_rank_or_die, 2, 1, expect_signal=signal.SIGKILL)
+    outcomes = killed_ranks(_return_rank_or_die, 2, 1)
     assert outcomes[0] == 0
     assert isinstance(outcomes[1], RankDeath)
     assert (outcomes[1].rank, outcomes[1].signal) == (1, signal.SIGKILL)
@@ -85,18 +67,18 @@ def test_a_killed_rank_is_reported_beside_what_the_others_returned() -> None:
 
 def test_an_unexpected_kill_fails() -> None:
     with pytest.raises(RanksFailed, match=r"ranks \[1\] died") as failure:
-        run_ranks(_return_rank_or_die, 2, 1)
+        forked_ranks(_return_rank_or_die, 2, 1)
     assert failure.value.outcomes[0] == 0
 
 
 def test_a_kill_that_did_not_come_fails() -> None:
     with pytest.raises(RanksFailed, match="no rank died of SIGKILL"):
-        run_ranks(_sum_of_ranks, 2, 1, expect_signal=signal.SIGKILL)
+        killed_ranks(_sum_of_ranks, 2, 1)
 
 
 def test_an_exception_fails_with_its_traceback() -> None:
     with pytest.raises(RanksFailed, match="LookupError: no such shard") as failure:
-        run_ranks(_raise_on_rank, 2, 0)
+        forked_ranks(_raise_on_rank, 2, 0)
     death = failure.value.outcomes[0]
     assert isinstance(death, RankDeath)
     assert "in _raise_on_rank" in death.traceback
@@ -105,11 +87,11 @@ def test_an_exception_fails_with_its_traceback() -> None:
 
 def test_an_exit_without_a_return_value_fails() -> None:
     with pytest.raises(RanksFailed, match="exit code 0"):
-        run_fresh(_exit_without_returning)
+        forked(_exit_without_returning)
 
 
 def test_a_hang_shows_where_every_rank_stands(tmp_path: Path) -> None:
-    with launched(_wait_for_a_message_that_never_comes, 2, tmp_path) as ranks:
+    with forking(_wait_for_a_message_that_never_comes, 2, tmp_path) as ranks:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
         with pytest.raises(RanksHung) as failure:
             ranks.join(timeout=0.2)
@@ -121,15 +103,7 @@ def test_a_hang_shows_where_every_rank_stands(tmp_path: Path) -> None:
 
 def test_children_of_a_rank_die_with_the_call(tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    run_fresh(_start_child, note)
+    forked(_start_child, note)
     child = int(note.read_text())
     gone = not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     assert gone
-
-
-def test_a_running_rank_can_be_signalled(tmp_path: Path) -> None:
-    note = tmp_path / "running"
-    with launched(_announce_and_wait, None, note) as ranks:
-        wait_until(note.exists)
-        ranks.send(0, signal.SIGTERM)
-        assert ranks.join() == [None]

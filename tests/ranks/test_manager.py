@@ -38,8 +38,7 @@ from dcp_mem.manager import removal
 from dcp_mem.memory.job import JobMemory
 from tests.support.checkpoints.jobs import make_state, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
-from tests.support.processes.forks import forked, forked_ranks, raised_by
-from tests.support.processes.launch import run_ranks
+from tests.support.processes.forks import forked, forked_ranks, killed_ranks, raised_by
 
 
 def _manager(root: str | Path, url: str | Path | None, **options: Any) -> CheckpointManager:
@@ -340,7 +339,7 @@ def _life(root: str, url: str) -> None:
 
 
 def test_ranks_agree(memory_root: Path, url: Path) -> None:
-    run_ranks(_life, 2, str(memory_root), str(url))
+    forked_ranks(_life, 2, str(memory_root), str(url))
     assert not (url / "step-2").exists()
     state = make_state(0)
     assert _manager(memory_root, url).restore(state) == 5
@@ -362,7 +361,7 @@ def _trouble_on_one(root: str, url: str) -> None:
 
 
 def test_trouble_of_one_node_is_raised_on_all(memory_root: Path, url: Path) -> None:
-    run_ranks(_trouble_on_one, 2, str(memory_root), str(url))
+    forked_ranks(_trouble_on_one, 2, str(memory_root), str(url))
 
 
 # -- a training that is killed ---------------------------------------------------------------------
@@ -399,7 +398,7 @@ def test_a_training_that_is_killed_goes_on_as_if_nothing_had_been(
 ) -> None:
     alone = forked_ranks(_train, 2, str(memory_root / "other"), str(tmp_path / "other"), None)
     places = str(memory_root), str(tmp_path / "storage")
-    run_ranks(_train, 2, *places, 5, expect_signal=signal.SIGKILL)
+    killed_ranks(_train, 2, *places, 5)
     resumed = forked_ranks(_train, 2, *places, None)
     assert [len(losses) for losses in resumed] == [3, 3]  # from step 5 on
     assert resumed == [losses[5:] for losses in alone]

@@ -27,7 +27,7 @@ from dcp_mem.loading.pending import PendingItems
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.job import JobMemory
 from tests.support.channels import PROBE_NBYTES, UsedChannel
-from tests.support.processes.launch import run_ranks
+from tests.support.processes.forks import forked_ranks
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _load_over_a_line_that_always_errs(memory_root: Path, nodes: Sequence[int]) 
 def test_every_node_gets_the_manifest_but_holds_only_its_own_segments(
     memory_root: Path, tmp_path: Path
 ) -> None:
-    held = run_ranks(_save_on_two_nodes, 4, memory_root, str(tmp_path / "run"))
+    held = forked_ranks(_save_on_two_nodes, 4, memory_root, str(tmp_path / "run"))
     assert all(names == ["step-2", "step-1"] for names, _, _ in held)
     assert [file.split("_0-")[0] for file in held[0][1]] == ["__0", "__1"]
     assert [file.split("_0-")[0] for file in held[2][1]] == ["__2", "__3"]
@@ -172,7 +172,7 @@ def test_every_node_gets_the_manifest_but_holds_only_its_own_segments(
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """step-1 and step-2 of four ranks on two nodes, in their memory and on storage (`run`)."""
     directory = tmp_path_factory.mktemp("nodes")
-    run_ranks(_save_on_two_nodes, 4, directory, str(directory / "run"))
+    forked_ranks(_save_on_two_nodes, 4, directory, str(directory / "run"))
     return directory
 
 
@@ -210,13 +210,13 @@ AS_BEFORE = (0, 0, 1, 1)
 def test_nodes_put_together_what_lies_in_their_memory(
     saved: Path, nodes: Sequence[int], source: str
 ) -> None:
-    assert run_ranks(_load, len(nodes), saved, None, nodes) == [("step-2", source, True)] * len(
+    assert forked_ranks(_load, len(nodes), saved, None, nodes) == [("step-2", source, True)] * len(
         nodes
     )
 
 
 def test_a_direct_load_puts_it_together_as_well(saved: Path) -> None:
-    assert run_ranks(_load_directly, 3, saved, (0, 2, 1)) == [("memory and peers", True)] * 3
+    assert forked_ranks(_load_directly, 3, saved, (0, 2, 1)) == [("memory and peers", True)] * 3
 
 
 def test_what_no_node_has_comes_from_storage_and_the_rest_from_memory(
@@ -224,16 +224,16 @@ def test_what_no_node_has_comes_from_storage_and_the_rest_from_memory(
 ) -> None:
     shutil.rmtree(saved / "node1")
     assert (
-        run_ranks(_load, 2, saved, stored, (0, 1))
+        forked_ranks(_load, 2, saved, stored, (0, 1))
         == [("step-2", "memory and peers and storage", True)] * 2
     )
     shutil.rmtree(saved / "node0")
-    assert run_ranks(_load, 4, saved, stored, AS_BEFORE) == [("step-2", "storage", True)] * 4
+    assert forked_ranks(_load, 4, saved, stored, AS_BEFORE) == [("step-2", "storage", True)] * 4
 
 
 def test_a_checkpoint_that_lacks_segments_is_refused_on_all_ranks_alike(saved: Path) -> None:
     shutil.rmtree(saved / "node1")
-    for refusal in run_ranks(_refusal, 3, saved, (0, 1, 1)):
+    for refusal in forked_ranks(_refusal, 3, saved, (0, 1, 1)):
         assert len(refusal) == 3
         for text in refusal:
             assert text.startswith(NoRecoverableCheckpoint.__name__)
@@ -244,14 +244,14 @@ def test_a_checkpoint_that_lacks_segments_is_refused_on_all_ranks_alike(saved: P
 def test_a_torn_segment_makes_all_ranks_take_the_older_checkpoint(saved: Path) -> None:
     (segment,) = (saved / "node1" / "job" / "step-2").glob("__3_0-*.distcp")
     segment.write_bytes(segment.read_bytes()[:1000])
-    outcomes = run_ranks(_load, 4, saved, None, AS_BEFORE)
+    outcomes = forked_ranks(_load, 4, saved, None, AS_BEFORE)
     assert outcomes == [("step-1", "memory and peers", False)] * 4
 
 
 def test_a_segment_that_can_be_opened_and_not_read_comes_from_elsewhere(
     saved: Path, stored: str
 ) -> None:
-    outcomes = run_ranks(_load_where_a_read_fails, 4, saved, stored, AS_BEFORE, 2)
+    outcomes = forked_ranks(_load_where_a_read_fails, 4, saved, stored, AS_BEFORE, 2)
     assert outcomes == [("step-2", "memory and peers and storage", True)] * 4
 
 
@@ -259,16 +259,16 @@ def test_a_segment_that_can_be_opened_and_not_read_comes_from_elsewhere(
 def test_a_piece_that_changes_on_its_way_to_a_node_is_sent_again(
     saved: Path, nodes: Sequence[int]
 ) -> None:
-    found = run_ranks(_load_over_a_line_that_errs_once, len(nodes), saved, nodes)
+    found = forked_ranks(_load_over_a_line_that_errs_once, len(nodes), saved, nodes)
     assert found == [("step-2", "memory and peers", True)] * len(nodes)
 
 
 def test_what_comes_straight_into_a_tensor_is_sent_again_there_too(saved: Path) -> None:
-    for found, is_straight in run_ranks(_load_straight, 2, saved, (1, 0)):
+    for found, is_straight in forked_ranks(_load_straight, 2, saved, (1, 0)):
         assert found == ("step-2", "memory and peers", True)
         assert is_straight
 
 
 def test_a_line_that_always_errs_is_given_up(saved: Path) -> None:
-    for refusal in run_ranks(_load_over_a_line_that_always_errs, 2, saved, (0, 1)):
+    for refusal in forked_ranks(_load_over_a_line_that_always_errs, 2, saved, (0, 1)):
         assert any("came otherwise than it was sent, 3 times" in text for text in refusal), refusal

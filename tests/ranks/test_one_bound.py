@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
+from dcp_mem import RankFailed
 from dcp_mem.comm import Ranks, ranks_of
 from dcp_mem.comm.job_ranks import JobRanks
-from dcp_mem.errors import RankFailed
 from tests.support.processes.forks import forked_ranks
 
 _SECONDS = 8.0

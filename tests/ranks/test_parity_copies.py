@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 import dcp_mem
-from dcp_mem import ConfigError, MemoryStorageWriter, parity
+from dcp_mem import ConfigError, MemoryStorageWriter, State, parity
 from dcp_mem.common.files import allocated_bytes
-from dcp_mem.common.values import State
 from dcp_mem.format import names
 from dcp_mem.memory.checkpoint import checksums_of
 from dcp_mem.memory.job import JobMemory

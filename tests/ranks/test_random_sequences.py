@@ -229,7 +229,7 @@ class Checkpoints(RuleBasedStateMachine):
         line = self.trainer()
         with suppress(LineDead):  # or it hears that all is durable, just before it dies
             line.call("flush")
-        wait_for(lambda: line.process.has_ended(0), "the trainer to die")
+        wait_for(lambda: not line.process.is_running(0), "the trainer to die")
         self.ended()
         self.model.agree()
         self.model.complete(name, self.step, persist=True)

@@ -20,15 +20,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_mem import MemoryStorageWriter
+from dcp_mem import CheckpointStatus, ConfigError, MemoryStorageWriter, ReplicationFailed, State
 from dcp_mem.comm import job_ranks
 from dcp_mem.comm.timed_store import own_connection
 from dcp_mem.comm.transfer import CHUNK
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.common.parallel import daemon
-from dcp_mem.common.values import CheckpointStatus, State
-from dcp_mem.errors import ConfigError, ReplicationFailed
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import NodeManifest
@@ -379,7 +377,7 @@ def test_a_peer_that_hangs_times_out_and_copies_between_others_are_made(cluster:
     )
     ranks.wait_until_stopped(3)
     for rank in range(3):
-        kill_targets.wait_for(lambda rank=rank: ranks.has_ended(rank), f"rank {rank} to end")  # type: ignore[misc]
+        kill_targets.wait_for(lambda rank=rank: not ranks.is_running(rank), f"rank {rank} to end")  # type: ignore[misc]
     ranks.send(3, signal.SIGKILL)
     outcomes = ranks.join(killed={3})
     assert all(error.startswith("ReplicationFailed") for error, _ in outcomes[:3])

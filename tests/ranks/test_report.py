@@ -26,8 +26,7 @@ from dcp_mem.operations.report import duration, moment, render_page, size, troub
 from dcp_mem.options import settings
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import Job, load_anew, save, save_in_two_places, wait_until
-from tests.support.processes.forks import forked
-from tests.support.processes.launch import run_fresh
+from tests.support.processes.forks import forked, killed_ranks
 
 HOSTILE = (
     '</title><script src="https://evil.example/x.js">alert(1)</script><img src=x onerror=alert(1)> '
@@ -113,7 +112,7 @@ def test_the_page_of_a_job_that_was_killed_says_what_its_history_says(
     job: Job, tmp_path: Path
 ) -> None:
     assert job.url is not None
-    run_fresh(_train, job.url, job.memory, 5, expect_signal=signal.SIGKILL)
+    killed_ranks(_train, None, job.url, job.memory, 5)
     shutil.rmtree(job.directory / "step-4")
     forked(_train, job.url, job.memory, None)
     result = _report(job, tmp_path / "x.html", "--json")

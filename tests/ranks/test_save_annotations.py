@@ -15,7 +15,7 @@ from dcp_mem import ConfigError, MemoryStorageWriter
 from dcp_mem.config import checked_metrics
 from dcp_mem.format.manifest import Manifest
 from tests.support.checkpoints.plans import SAVES
-from tests.support.processes.launch import run_ranks
+from tests.support.processes.forks import forked_ranks
 
 
 def _told(root: str, save: str, url: str) -> list[tuple[str, int | None, dict[str, float], bool]]:
@@ -44,7 +44,7 @@ def test_the_coordinators_word_stays_with_the_next_save_alone(
     memory_root: Path, tmp_path: Path, save: str
 ) -> None:
     url = str(tmp_path / "storage")
-    for told in run_ranks(_told, 2, str(memory_root), save, url):
+    for told in forked_ranks(_told, 2, str(memory_root), save, url):
         assert sorted(told) == [
             ("step-0", None, {}, True),
             ("step-1", 10, {"loss": 0.5}, True),

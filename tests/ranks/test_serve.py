@@ -36,7 +36,7 @@ from tests.support.checkpoints.jobs import (
     wait_until,
 )
 from tests.support.processes.forks import forked, forked_ranks, raised_by
-from tests.support.processes.launch import TORCHRUN, run_python, run_ranks
+from tests.support.processes.launch import run_python, run_torchrun
 from tests.support.storage.servers import free_port
 
 _SECONDS = 120
@@ -139,7 +139,7 @@ def _saves_and_loads_by_path(job: Job) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_saves_and_loads_by_path_go_through_dcp_mem(job: Job, ranks: int) -> None:
-    run_ranks(_saves_and_loads_by_path, ranks, job)
+    forked_ranks(_saves_and_loads_by_path, ranks, job)
     assert job.url is not None
     assert committed_in(Path(job.url)) == {"step-1", "step-2", "step-3"}
     assert re.match("__0_0-", min(_files_of_torch(Path(job.url, "step-1"))))
@@ -424,7 +424,7 @@ def _saves_in_a_process(job: Job) -> None:
     not hasattr(state_dict_saver, "AsyncCheckpointerType"), reason="torch 2.6 has threads alone"
 )
 def test_a_save_in_another_process_is_served(job: Job) -> None:
-    run_ranks(_saves_in_a_process, 1, job)
+    forked_ranks(_saves_in_a_process, 1, job)
     assert committed_in(Path(str(job.url))) == {"step-1"}
 
 
@@ -474,7 +474,7 @@ def _puts_files_of_its_own(job: Job) -> None:
 def test_what_a_program_puts_beside_survives_flush_overwriting_and_retention(
     job: Job, ranks: int
 ) -> None:
-    run_ranks(_puts_files_of_its_own, ranks, job)
+    forked_ranks(_puts_files_of_its_own, ranks, job)
     root, theirs = Path(str(job.url)), {f"of-rank-{rank}.json" for rank in range(ranks)}
     dcp_mem.collect_orphans(str(root), older_than=0)
     wait_until(lambda: committed_in(root) == {"step-2"}, "retention")
@@ -500,7 +500,7 @@ def _removes_before_the_flush(job: Job) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_directory_that_is_removed_before_its_flush_stays_removed(job: Job, ranks: int) -> None:
-    run_ranks(_removes_before_the_flush, ranks, job)
+    forked_ranks(_removes_before_the_flush, ranks, job)
     assert sorted(os.listdir(str(job.url))) == [".dcp_mem", "step-1"]
 
 
@@ -523,7 +523,7 @@ def _is_overwritten(job: Job) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_another_writer_has_put_in_a_checkpoints_place_is_loaded(job: Job, ranks: int) -> None:
-    for passed_over in run_ranks(_is_overwritten, ranks, job):
+    for passed_over in forked_ranks(_is_overwritten, ranks, job):
         assert any("another checkpoint of that name is in its place" in why for why in passed_over)
     assert load_as_torch(Path(str(job.url), "step-1")) == 7
 
@@ -543,7 +543,7 @@ def _is_overwritten_before_its_flush(job: Job) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_of_two_writers_the_last_one_stays_also_before_the_flush(job: Job, ranks: int) -> None:
-    run_ranks(_is_overwritten_before_its_flush, ranks, job)
+    forked_ranks(_is_overwritten_before_its_flush, ranks, job)
     assert load_as_torch(Path(str(job.url), "step-2")) == 7
 
 
@@ -621,12 +621,12 @@ def test_an_unmodified_program_is_killed_and_goes_on(
 ) -> None:
     script, root = tmp_path / "train.py", tmp_path / "run"
     script.write_text(_PROGRAM)
-    command = [*TORCHRUN, "-m", "dcp_mem.run", str(script), str(root), begin]
+    command = ["-m", "dcp_mem.run", str(script), str(root), begin]
     places = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_SERVE": str(root)}
-    killed = _run(*command, **places)
+    killed = run_torchrun(*command, timeout=_SECONDS, env=places)
     assert killed.returncode != 0
     assert "SIGKILL" in killed.stdout, killed.stdout
-    ended = _run(*command, **places)
+    ended = run_torchrun(*command, timeout=_SECONDS, env=places)
     assert ended.returncode == 0, ended.stdout
     resumed = set(re.findall(r"goes on from (\d+)", ended.stdout))
     assert resumed == {"4"}, ended.stdout  # What was complete in memory is durable by then.

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from dcp_mem import MemoryStorageWriter
+from dcp_mem import MemoryBudgetExceeded, MemoryStorageWriter
 from dcp_mem.common import faults
 from dcp_mem.common.faults import POINTS
-from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory.catalogs import Catalogs
 from tests.support.checkpoints.models import (
     build_model,
@@ -43,8 +42,7 @@ from tests.support.checkpoints.roundtrip import (
     comes_back,
 )
 from tests.support.private import private_directory
-from tests.support.processes.forks import raised_by
-from tests.support.processes.launch import run_ranks
+from tests.support.processes.forks import forked_ranks, raised_by
 
 # -- sharded state ---------------------------------------------------------------------------------
 
@@ -75,9 +73,9 @@ def _in_turn(step: int) -> dcp.DefaultSavePlanner | None:
 
 @pytest.mark.timeout(240)
 def test_sharded_state_comes_back_in_any_world_size_from_every_road(places: Places) -> None:
-    run_ranks(_saves_sharded, 2, places, "two", [], timeout=100)
-    run_ranks(_saves_sharded, 4, places, "four", ["two"], timeout=150)
-    run_ranks(_saves_sharded, 2, places, "again", ["four", "two"], timeout=100)
+    forked_ranks(_saves_sharded, 2, places, "two", [], timeout=100)
+    forked_ranks(_saves_sharded, 4, places, "four", ["two"], timeout=150)
+    forked_ranks(_saves_sharded, 2, places, "again", ["four", "two"], timeout=100)
     for name in ("two", "four", "again"):
         expected = {**unsharded_state(name, full_tensor), **unsharded_items()}
         comes_back(places, name, expected)
@@ -107,7 +105,7 @@ def _saves_sharded_tensors(places: Places) -> None:
 
 
 def test_sharded_tensors_survive(places: Places) -> None:
-    run_ranks(_saves_sharded_tensors, 2, places)
+    forked_ranks(_saves_sharded_tensors, 2, places)
     rows = torch.arange(10).reshape(10, 1).ge(5).float().expand(10, 3) + 5
     comes_back(places, "step-1", {"table": rows, "plain": torch.arange(4.0)})
 
@@ -140,7 +138,7 @@ def _saves_replicated(places: Places) -> list[list[int]]:
 def test_replicated_tensors_are_saved_once_by_the_rank_that_the_planner_chose(
     places: Places,
 ) -> None:
-    of_one_rank, of_other_rank = run_ranks(_saves_replicated, 2, places)
+    of_one_rank, of_other_rank = forked_ranks(_saves_replicated, 2, places)
     assert of_one_rank == of_other_rank
     payload = 8 * 4096 * 4
     for balanced in of_one_rank[:2]:
@@ -180,12 +178,12 @@ def _trains_and_resumes(places: Places, kinds: list[str]) -> None:
 
 
 def test_fsdp_training_resumes_bit_for_bit(places: Places) -> None:
-    run_ranks(_trains_and_resumes, 2, places, ["fsdp"], timeout=100)
+    forked_ranks(_trains_and_resumes, 2, places, ["fsdp"], timeout=100)
 
 
 @pytest.mark.timeout(240)
 def test_hybrid_and_tensor_parallel_training_resumes_bit_for_bit(places: Places) -> None:
-    run_ranks(_trains_and_resumes, 4, places, ["hsdp", "tensor-parallel"], timeout=200)
+    forked_ranks(_trains_and_resumes, 4, places, ["hsdp", "tensor-parallel"], timeout=200)
 
 
 # -- which ranks save together ---------------------------------------------------------------------
@@ -226,7 +224,7 @@ def test_a_sub_group_saves_and_loads_while_other_ranks_stand_aside(
 ) -> None:
     if 0 not in members and not hasattr(_DistWrapper(None, False, 0), "global_coordinator_rank"):
         pytest.skip(f"torch {torch.__version__} wants rank 0 in every group that saves")
-    outcomes = run_ranks(_saves_in_a_sub_group, 3, places, members, timeout=100)
+    outcomes = forked_ranks(_saves_in_a_sub_group, 3, places, members, timeout=100)
     assert outcomes == ["saved" if rank in members else "stood aside" for rank in range(3)]
     files = sorted(path.name[:4] for path in places.directory("storage", "step-1").glob("*.distcp"))
     assert files == ["__0_", "__1_"]
@@ -250,7 +248,7 @@ def _saves_with_another_group_than_its_own(places: Places) -> list[str]:
 
 
 def test_a_group_that_is_not_the_one_of_the_call_is_an_error_on_every_rank(places: Places) -> None:
-    for errors in run_ranks(_saves_with_another_group_than_its_own, 2, places):
+    for errors in forked_ranks(_saves_with_another_group_than_its_own, 2, places):
         assert len(errors) == 2
         assert all("same process_group" in error for error in errors), errors
 
@@ -287,7 +285,7 @@ def _saves_each_rank_alone(places: Places) -> None:
     "no_dist" not in inspect.signature(dcp.save).parameters, reason="no no_dist here"
 )
 def test_ranks_save_each_on_its_own_without_dist(places: Places) -> None:
-    run_ranks(_saves_each_rank_alone, 2, places)
+    forked_ranks(_saves_each_rank_alone, 2, places)
 
 
 def _saves_without_collectives(places: Places, steps: int) -> None:
@@ -324,7 +322,7 @@ needs_no_collectives = pytest.mark.skipif(
 
 @needs_no_collectives
 def test_ranks_save_without_collectives_and_each_loads_its_own(places: Places) -> None:
-    run_ranks(_saves_without_collectives, 2, places, 4)
+    forked_ranks(_saves_without_collectives, 2, places, 4)
     assert len(list(Path(places.memory).rglob("*.distcp"))) == 2 * 2
     assert not list(Path(places.memory).rglob("*.slot"))
 
@@ -338,7 +336,7 @@ def _saves_alone_in_a_world_of_one(places: Places) -> None:
 
 
 def test_a_world_of_one_survives(places: Places) -> None:
-    run_ranks(_saves_alone_in_a_world_of_one, 1, places)
+    forked_ranks(_saves_alone_in_a_world_of_one, 1, places)
 
 
 def _saves_on_in_a_new_world(places: Places, stores: Path) -> None:
@@ -356,7 +354,7 @@ def _saves_on_in_a_new_world(places: Places, stores: Path) -> None:
 
 
 def test_ranks_that_form_a_new_process_group_save_on(places: Places, tmp_path: Path) -> None:
-    run_ranks(_saves_on_in_a_new_world, 2, places, tmp_path)
+    forked_ranks(_saves_on_in_a_new_world, 2, places, tmp_path)
 
 
 def _saves_two_jobs_in_turn(places: Places, other: Places) -> None:
@@ -372,7 +370,7 @@ def _saves_two_jobs_in_turn(places: Places, other: Places) -> None:
 
 
 def test_two_jobs_saved_in_turn_stay_apart(places: Places, tmp_path: Path) -> None:
-    run_ranks(
+    forked_ranks(
         _saves_two_jobs_in_turn,
         2,
         places,
@@ -412,7 +410,7 @@ def _saves_many_times(places: Places, saves: int) -> dict[str, int]:
 
 
 def test_a_hundred_saves_by_two_ranks_leave_nothing_behind(places: Places) -> None:
-    for found in run_ranks(_saves_many_times, 2, places, 120, timeout=100):
+    for found in forked_ranks(_saves_many_times, 2, places, 120, timeout=100):
         assert found["segments and slots"] <= 2 * (2 + 1)
         assert found["more descriptors"] <= 4
 
@@ -457,7 +455,7 @@ def test_plans_that_change_on_one_rank_only_survive(places: Places, caching: boo
         and "enable_plan_caching" not in inspect.signature(dcp.DefaultSavePlanner).parameters
     ):
         pytest.skip(f"torch {torch.__version__} caches no plans")
-    run_ranks(_saves_changing_plans, 2, places, caching)
+    forked_ranks(_saves_changing_plans, 2, places, caching)
 
 
 def _prepares_and_saves(places: Places) -> list[int]:
@@ -479,7 +477,7 @@ def _prepares_and_saves(places: Places) -> list[int]:
 
 
 def test_prepared_ranks_find_their_slots_ready(places: Places) -> None:
-    for prepared, made_later in run_ranks(_prepares_and_saves, 2, places):
+    for prepared, made_later in forked_ranks(_prepares_and_saves, 2, places):
         assert prepared == 2 * 3
         assert made_later == 0
 
@@ -592,7 +590,7 @@ def _fails_and_saves_on(places: Places) -> Failures:
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Failures, Failures]]:
     with private_directory("root") as root:
         places = Places(str(root), str(tmp_path_factory.mktemp("failures") / "storage"))
-        first, second = run_ranks(
+        first, second = forked_ranks(
             _fails_and_saves_on, 2, places, env={"DCP_MEM_TIMEOUT": "2"}, timeout=110
         )
         yield first, second
@@ -715,7 +713,7 @@ COMPLETE = {"complete.evicted-0", "save.finished-0"}
 def test_an_error_at_any_point_fails_the_save_on_every_rank_and_nothing_else(
     places: Places,
 ) -> None:
-    first, second = run_ranks(
+    first, second = forked_ranks(
         _fails_at_every_point, 2, places, env={"DCP_MEM_TIMEOUT": "2"}, timeout=110
     )
     for name in first:
@@ -753,7 +751,7 @@ def _saves_on_two_nodes(places: Places) -> None:
 
 
 def test_two_nodes_make_a_checkpoint_durable_together(places: Places) -> None:
-    run_ranks(_saves_on_two_nodes, 2, places)
+    forked_ranks(_saves_on_two_nodes, 2, places)
     comes_back(
         places, "2", {"own.0": torch.full((9,), 0), "own.1": torch.full((9,), 1)}, roads=ROADS[1::2]
     )
@@ -787,5 +785,7 @@ def _no_room(catalogs: Catalogs, data: object) -> str:
 def test_a_node_that_has_no_room_for_the_catalog_fails_the_save_on_every_rank(
     places: Places,
 ) -> None:
-    for errors in run_ranks(_saves_while_a_node_has_no_room_for_the_catalog, 2, places, timeout=60):
+    for errors in forked_ranks(
+        _saves_while_a_node_has_no_room_for_the_catalog, 2, places, timeout=60
+    ):
         assert all("no room for the catalog" in error for error in errors)

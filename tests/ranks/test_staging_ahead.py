@@ -55,7 +55,6 @@ from tests.support.checkpoints.jobs import (
     wait_until,
 )
 from tests.support.processes.forks import forked, forked_ranks
-from tests.support.processes.launch import run_fresh, run_ranks
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -690,9 +689,9 @@ def test_a_process_that_ends_right_after_the_call_neither_hangs_nor_tears(
     memory_job: Job, ranks: int | None
 ) -> None:
     if ranks is None:
-        run_fresh(_leave_at_once, memory_job)
+        forked(_leave_at_once, memory_job)
     else:
-        run_ranks(_leave_at_once, ranks, memory_job)
+        forked_ranks(_leave_at_once, ranks, memory_job)
     assert load_anew(memory_job).number in (1, 2)
 
 

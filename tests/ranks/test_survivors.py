@@ -162,11 +162,7 @@ def test_survivors_close_meet_again_and_go_on_from_the_newest_checkpoint(
                 forking(_lives, None, plan, victim, life, env=_ENV)
             )
             if plan.deaths[life] != _LAST:
-                wait_until(
-                    lambda forks=mortal: forks._processes[0].exitcode is not None,  # type: ignore[misc]
-                    f"rank {victim} dies: {plan.deaths[life]}",
-                )
-                assert mortal._processes[0].exitcode == -signal.SIGKILL, mortal._output(0)
+                mortal.join(killed={0})
         found = {rank: forks.join(120)[0] for rank, forks in survivors.items()}
         [last] = mortal.join(60)[0]
     first, *others = found.values()

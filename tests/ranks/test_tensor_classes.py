@@ -20,6 +20,7 @@ from dcp_mem import (
 )
 from dcp_mem.saving import private_copies
 from tests.support.checkpoints.jobs import Job
+from tests.support.checkpoints.plans import begin_save
 from tests.support.processes.forks import forked_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(120)
@@ -205,17 +206,13 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _save(writer: MemoryStorageWriter, road: str, state: dict[str, Any], name: str) -> None:
     """Save on one of the roads; what is copied ahead is overwritten before the save is complete."""
-    options: dict[str, Any] = {"checkpoint_id": name, "storage_writer": writer}
+    begun = begin_save(road, writer, state, name)
     if road.startswith("async"):
-        save = dcp_mem.async_save if road == "async" else dcp.async_save
-        future: Any = save(state, **options)
         state["w"].zero_()
         if isinstance(state["scaled"], Scaled):
             state["scaled"].numbers.zero_()
             state["scaled"].scale.zero_()
-        future.result()
-    else:
-        (dcp_mem.save if road == "save" else dcp.save)(state, **options)
+        begun.result()
 
 
 def _roundtrips(job: Job, road: str) -> None:

@@ -9,10 +9,10 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
+from dcp_mem import RankFailed
 from dcp_mem.comm.job_ranks import JobRanks, run_token
 from dcp_mem.comm.timed_store import TimedStore, own_connection
 from dcp_mem.comm.transports import GlooChannel, Pair
-from dcp_mem.errors import RankFailed
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forking
 from tests.support.processes.stops import stop

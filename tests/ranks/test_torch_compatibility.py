@@ -36,7 +36,7 @@ from tests.support.checkpoints.roundtrip import (
     properties_of,
     random_tensor,
 )
-from tests.support.processes.launch import run_ranks
+from tests.support.processes.forks import forked_ranks
 
 OURS = ROADS[:2]
 
@@ -127,7 +127,7 @@ def _saves_with_torchs_writer(places: Places, collectives: bool) -> None:
 
 
 def test_what_torchs_writer_saved_on_two_ranks_loads_on_two_and_on_one(places: Places) -> None:
-    run_ranks(_saves_with_torchs_writer, 2, places, True)
+    forked_ranks(_saves_with_torchs_writer, 2, places, True)
     comes_back(
         places,
         "step-4",
@@ -141,7 +141,7 @@ def test_what_torchs_writer_saved_on_two_ranks_loads_on_two_and_on_one(places: P
     reason="no use_collectives here",
 )
 def test_what_torchs_writer_saved_without_collectives_loads(places: Places) -> None:
-    run_ranks(_saves_with_torchs_writer, 2, places, False)
+    forked_ranks(_saves_with_torchs_writer, 2, places, False)
 
 
 def test_the_newest_of_torchs_checkpoints_and_ours_is_loaded(places: Places) -> None:

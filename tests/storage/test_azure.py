@@ -33,7 +33,7 @@ from azure.storage.blob import (
     generate_container_sas,
 )
 
-from dcp_mem.errors import (
+from dcp_mem import (
     CheckpointExists,
     CredentialsExpired,
     StorageKeyMissing,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dcp_mem
-from dcp_mem.errors import StorageUnavailable
+from dcp_mem import StorageUnavailable
 from dcp_mem.flushing.registration import credential_environment
 from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import Copies, Source, Storage

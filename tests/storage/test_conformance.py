@@ -23,7 +23,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dcp_mem.errors import (
+from dcp_mem import (
     CheckpointExists,
     DcpMemError,
     StorageKeyMissing,

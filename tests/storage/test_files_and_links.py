@@ -21,9 +21,8 @@ from click.testing import CliRunner
 import dcp_mem
 import dcp_mem.flushing.destination
 import dcp_mem.reader
-from dcp_mem import CheckpointNotFound, FlushFailed, NoRecoverableCheckpoint
+from dcp_mem import CheckpointNotFound, FlushFailed, NoRecoverableCheckpoint, StorageRefused
 from dcp_mem.cli.main import main
-from dcp_mem.errors import StorageRefused
 from dcp_mem.flushing.parts import FlushJob, stored_sizes
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage

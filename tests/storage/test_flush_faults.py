@@ -5,19 +5,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import dcp_mem.flushing.destination
-from dcp_mem import State
+from dcp_mem import CheckpointStatus, State
 from dcp_mem.flushing.upload import parts_at_once
 from tests.support.checkpoints.jobs import Job, wait_until
 from tests.support.checkpoints.roundtrip import through_fsspec
 from tests.support.processes.forks import forked
 from tests.support.storage import ways
 from tests.support.storage.proxy import Delay, Fault, Hang, LoseAnswer, Reset, ResetInBody, Truncate
-from tests.support.storage.servers import S3Server
+from tests.support.storage.servers import S3Server, StorageRoot
 from tests.support.storage.ways import (
     LARGE,
     NAME,
@@ -63,6 +64,16 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_in(tmp_path_factory.mktemp("second"), 2, 0)
 
 
+def _flushed(
+    way: Way, memory_root: Path, held: Path, root: StorageRoot | None = None, **options: Any
+) -> CheckpointStatus:
+    """Flush what a job has left in memory; the status once it is durable."""
+    put_into(memory_root, held)
+    with writing(way.job(memory_root, root or way.root), **options) as writer:
+        writer.wait(timeout=30)
+        return status_of(writer)
+
+
 # -- a fault that passes ---------------------------------------------------------------------------
 
 
@@ -79,11 +90,9 @@ def test_faults_that_pass_leave_the_checkpoint_durable_and_whole(
     way: Way, memory_root: Path, small: Path, large: Path, step: str, fault: str
 ) -> None:
     nbytes = LARGE if step in LARGE_STEPS else 0
-    put_into(memory_root, large if nbytes else small)
     faults = _let_fail(way, step, fault)
-    with writing(way.job(memory_root, way.impatient if fault == "slow" else way.root)) as writer:
-        writer.wait(timeout=30)
-        status = status_of(writer)
+    root = way.impatient if fault == "slow" else way.root
+    status = _flushed(way, memory_root, large if nbytes else small, root)
     assert [one.fault for one in way.asked(step) if one.fault is not None] == faults
     assert (status.state, status.error) == (State.DURABLE, "")
     assert_whole(way, memory_root, 1, nbytes)
@@ -100,12 +109,10 @@ def _let_fail(way: Way, step: str, fault: str) -> list[Fault]:
 def test_torchs_own_reader_loads_what_came_through_faults(
     way: Way, memory_root: Path, large: Path
 ) -> None:
-    put_into(memory_root, large)
     for step in ("begin", "part", "completion", "commit"):
         way.proxy.fail(way.steps[step], LoseAnswer())
         way.proxy.fail(way.steps[step], ResetInBody(100))
-    with writing(way.job(memory_root)) as writer:
-        writer.wait(timeout=30)
+    _flushed(way, memory_root, large)
     load_state(
         through_fsspec(FsspecReader, f"{way.root.url}/run/{NAME}", way.root.storage_options),
         1,
@@ -118,15 +125,13 @@ def test_torchs_own_reader_loads_what_came_through_faults(
 def test_faults_that_pass_at_radosgw(
     radosgw: S3Server, memory_root: Path, large: Path, step: str
 ) -> None:
-    put_into(memory_root, large)
     with ways.s3_way(radosgw) as way:
         faults = [
             one
             for fault in ("reset", "refused", "lost answer")
             for one in _let_fail(way, step, fault)
         ]
-        with writing(way.job(memory_root)) as writer:
-            writer.wait(timeout=30)
+        _flushed(way, memory_root, large)
         assert [one.fault for one in way.asked(step) if one.fault is not None] == faults
         assert_whole(way, memory_root, 1, LARGE)
 
@@ -134,7 +139,6 @@ def test_faults_that_pass_at_radosgw(
 def test_storage_is_left_alone_for_as_long_as_it_asks(
     way: Way, memory_root: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_into(memory_root, small)
     monkeypatch.setattr(
         dcp_mem.flushing.destination,
         "_RETRY_POLICY",
@@ -142,9 +146,7 @@ def test_storage_is_left_alone_for_as_long_as_it_asks(
     )
     way.proxy.fail(way.steps["node manifest"], _busy(way))
     started = time.monotonic()
-    with writing(way.job(memory_root)) as writer:
-        writer.wait(timeout=30)
-        status = status_of(writer)
+    status = _flushed(way, memory_root, small)
     assert time.monotonic() - started >= 1
     assert (status.flush_attempts, status.transfer.retries) == (1, 1)
 
@@ -156,12 +158,10 @@ def test_storage_is_left_alone_for_as_long_as_it_asks(
 def test_without_overwrite_our_own_commit_is_known_for_ours(
     way: Way, memory_root: Path, small: Path, fault: str
 ) -> None:
-    put_into(memory_root, small)
     _let_fail(way, "commit", fault)
     root = way.impatient if fault == "slow" else way.root
-    with writing(way.job(memory_root, root), overwrite=False) as writer:
-        writer.wait(timeout=30)
-        assert (status_of(writer).state, status_of(writer).error) == (State.DURABLE, "")
+    status = _flushed(way, memory_root, small, root, overwrite=False)
+    assert (status.state, status.error) == (State.DURABLE, "")
     assert_whole(way, memory_root, 1)
 
 
@@ -169,11 +169,8 @@ def test_without_overwrite_our_own_commit_is_known_for_ours(
 def test_a_commit_of_which_no_answer_comes_is_read_back(
     way: Way, memory_root: Path, small: Path, overwrite: bool
 ) -> None:
-    put_into(memory_root, small)
     way.proxy.fail(way.steps["commit"], LoseAnswer(), times=ALWAYS)
-    with writing(way.job(memory_root), overwrite=overwrite) as writer:
-        writer.wait(timeout=30)
-        assert status_of(writer).flush_attempts == 1
+    assert _flushed(way, memory_root, small, overwrite=overwrite).flush_attempts == 1
     assert_whole(way, memory_root, 1)
 
 
@@ -181,12 +178,9 @@ def test_a_commit_of_which_no_answer_comes_is_read_back(
 def test_a_commit_that_can_not_be_read_back_is_known_by_the_next_attempt(
     way: Way, memory_root: Path, small: Path, overwrite: bool
 ) -> None:
-    put_into(memory_root, small)
     way.proxy.fail(way.steps["commit"], LoseAnswer(), times=ways.QUICK.tries)
     way.proxy.fail(way.steps["look"], Reset(), times=ways.QUICK.tries, after=1)
-    with writing(way.job(memory_root), overwrite=overwrite) as writer:
-        writer.wait(timeout=30)
-        assert status_of(writer).flush_attempts == 2
+    assert _flushed(way, memory_root, small, overwrite=overwrite).flush_attempts == 2
     assert way.asked("commit")[0].status in (200, 201)
     assert_whole(way, memory_root, 1)
 
@@ -301,47 +295,24 @@ def test_while_storage_hangs_nothing_is_durable_and_the_status_says_for_how_long
     assert_whole(way, memory_root, 1)
 
 
-@pytest.mark.parametrize("step", ["node manifest", "commit"])
+@pytest.mark.parametrize("step", ["node manifest", "commit", "part", "completion"])
 def test_what_is_done_without_an_answer_is_seen_by_the_next_attempt(
-    way: Way, memory_root: Path, small: Path, step: str
+    way: Way, memory_root: Path, small: Path, large: Path, step: str
 ) -> None:
-    put_into(memory_root, small)
+    nbytes = LARGE if step in LARGE_STEPS else 0
     way.proxy.fail(way.steps[step], LoseAnswer(), times=ALWAYS)
-    with writing(way.job(memory_root)) as writer:
-        writer.wait(timeout=30)
-    assert_whole(way, memory_root, 1)
-
-
-def test_parts_without_an_answer_are_seen_by_the_next_attempt(
-    way: Way, memory_root: Path, large: Path
-) -> None:
-    put_into(memory_root, large)
-    way.proxy.fail(way.steps["part"], LoseAnswer(), times=ALWAYS)
-    with writing(way.job(memory_root)) as writer:
-        writer.wait(timeout=30)
-    assert_whole(way, memory_root, 1, LARGE)
-
-
-def test_a_completion_without_an_answer_is_seen_by_the_next_attempt(
-    way: Way, memory_root: Path, large: Path
-) -> None:
-    put_into(memory_root, large)
-    way.proxy.fail(way.steps["completion"], LoseAnswer(), times=ALWAYS)
-    with writing(way.job(memory_root)) as writer:
-        writer.wait(timeout=30)
-    assert len([one for one in way.asked("part") if one.status in (200, 201)]) == 3, (
-        "parts were sent twice"
-    )
-    assert_whole(way, memory_root, 1, LARGE)
+    _flushed(way, memory_root, large if nbytes else small)
+    if step == "completion":
+        parts = [one for one in way.asked("part") if one.status in (200, 201)]
+        assert len(parts) == 3, "parts were sent twice"
+    assert_whole(way, memory_root, 1, nbytes)
 
 
 def test_an_upload_that_began_without_an_answer_is_found_by_the_next_request(
     s3_way: Way, memory_root: Path, large: Path
 ) -> None:
-    put_into(memory_root, large)
     s3_way.proxy.fail(s3_way.steps["begin"], LoseAnswer(), times=ALWAYS)
-    with writing(s3_way.job(memory_root)) as writer:
-        writer.wait(timeout=30)
+    _flushed(s3_way, memory_root, large)
     assert len(s3_way.asked("begin")) == 1
     assert_whole(s3_way, memory_root, 1, LARGE)
 
@@ -349,11 +320,9 @@ def test_an_upload_that_began_without_an_answer_is_found_by_the_next_request(
 def test_a_completion_that_is_answered_with_ok_and_an_error_is_repeated(
     s3_way: Way, memory_root: Path, large: Path
 ) -> None:
-    put_into(memory_root, large)
     error = replace(s3_way.error(200, "InternalError"), status=200)
     s3_way.proxy.fail(s3_way.steps["completion"], error)
-    with writing(s3_way.job(memory_root)) as writer:
-        writer.wait(timeout=30)
+    _flushed(s3_way, memory_root, large)
     assert len(s3_way.asked("completion")) == 2
     assert_whole(s3_way, memory_root, 1, LARGE)
 

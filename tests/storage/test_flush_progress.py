@@ -15,8 +15,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dcp_mem.runtime.session
-from dcp_mem import CheckpointStatus, ConfigError, MemoryBudgetExceeded, MemoryStorageWriter, State
-from dcp_mem.common.values import Transfer
+from dcp_mem import (
+    CheckpointStatus,
+    ConfigError,
+    MemoryBudgetExceeded,
+    MemoryStorageWriter,
+    State,
+    Transfer,
+)
 from dcp_mem.flushing.registration import Registration
 from dcp_mem.flushing.scheduler import FlushScheduler
 from dcp_mem.format.history import HistoryRow, from_csv, to_csv

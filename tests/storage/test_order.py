@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from dcp_mem import keep_last
-from dcp_mem.common.values import HISTORIES, CheckpointStatus
+from dcp_mem import CheckpointStatus, keep_last
+from dcp_mem.common.values import HISTORIES
 from dcp_mem.format.history import from_csv
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations.history import read_history

@@ -1,11 +1,9 @@
 """Each fault of the proxy does what it says; without faults, clients don't notice the proxy."""
 
 import contextlib
-import hashlib
 import http.client
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,10 +19,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from tests.support.storage.http_wire import Request
 from tests.support.storage.proxy import (
     CorruptBody,
-    Delay,
     Exchange,
     Fault,
-    Hang,
     LoseAnswer,
     Proxy,
     Refuse,
@@ -182,37 +178,6 @@ def test_requests_and_answers_pass_unchanged(
     assert proxy.requests == [Exchange("PUT", "/a%2Fb/c?partNumber=1&uploads", None, 200, 4, 10)]
 
 
-def test_a_match_is_told_the_request_decoded(
-    proxy: Proxy, connection: http.client.HTTPConnection
-) -> None:
-    seen: list[Request] = []
-    proxy.fail(lambda request: bool(seen.append(request)), Reset())  # type: ignore[func-returns-value]
-    connection.request("GET", "/a%2Fb/c%20d?prefix=x%2Fy&uploads", headers={"X-Odd": "1"})
-    connection.getresponse().read()
-    (request,) = seen
-    assert (request.method, request.path) == ("GET", "/a/b/c d")
-    assert request.query == {"prefix": "x/y", "uploads": ""}
-    assert request.headers["x-odd"] == "1"
-
-
-def test_a_connection_is_kept_for_many_requests(
-    proxy: Proxy, connection: http.client.HTTPConnection
-) -> None:
-    connection.connect()
-    first = connection.sock
-    assert [_ask(connection)[0] for _ in range(3)] == [200] * 3
-    assert connection.sock is first
-    assert len(proxy.requests) == 3
-
-
-@pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("DELETE", 204), ("GET", 304)])
-def test_an_answer_without_a_body_ends_with_its_head(
-    origin: _Origin, connection: http.client.HTTPConnection, method: str, status: int
-) -> None:
-    origin.status = status
-    assert [_ask(connection, method, b"") for _ in range(2)] == [(status, b"")] * 2
-
-
 def test_chunked_bodies_pass_both_ways(
     origin: _Origin, proxy: Proxy, connection: http.client.HTTPConnection
 ) -> None:
@@ -227,37 +192,6 @@ def test_chunked_bodies_pass_both_ways(
     assert [(one.sent_bytes, one.received_bytes) for one in proxy.requests] == [(15, 10)] * 2
 
 
-def test_an_answer_that_ends_with_the_connection_passes() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            accepted, _ = listener.accept()
-            with accepted:
-                accepted.recv(1 << 16)
-                accepted.sendall(b"HTTP/1.0 200 OK\r\n\r\nuntil the end")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with (
-            running_proxy(f"http://127.0.0.1:{listener.getsockname()[1]}") as proxy,
-            _raw(proxy) as raw,
-        ):
-            raw.sendall(b"GET /k HTTP/1.1\r\nHost: h\r\n\r\n")
-            assert _all(raw) == b"HTTP/1.0 200 OK\r\n\r\nuntil the end"
-        thread.join()
-
-
-def test_large_bodies_pass_both_ways(
-    origin: _Origin, connection: http.client.HTTPConnection
-) -> None:
-    body = b"0123456789abcdef" * (_LARGE // 16)
-    origin.answer = body[::-1]
-    status, answer = _ask(connection, "PUT", body)
-    assert status == 200
-    assert hashlib.sha256(answer).digest() == hashlib.sha256(origin.answer).digest()
-    assert hashlib.sha256(origin.heard[0][2]).digest() == hashlib.sha256(body).digest()
-
-
 def test_who_expects_a_100_gets_it_before_the_body(origin: _Origin, proxy: Proxy) -> None:
     with _raw(proxy) as raw:
         raw.sendall(
@@ -268,22 +202,6 @@ def test_who_expects_a_100_gets_it_before_the_body(origin: _Origin, proxy: Proxy
         raw.sendall(b"body")
         assert raw.recv(1000).startswith(b"HTTP/1.1 200 ")
     assert [("expect" in headers, body) for _, headers, body in origin.heard] == [(False, b"body")]
-
-
-def test_who_expects_a_100_may_be_refused_at_once(proxy: Proxy) -> None:
-    proxy.fail(_always, s3_error(412, "PreconditionFailed"))
-    with _raw(proxy) as raw:
-        raw.sendall(
-            b"PUT /k HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n"
-        )
-        answer = _all(raw)
-    assert answer.startswith(b"HTTP/1.1 412 ")
-    assert b"Connection: close" in answer
-
-
-def _all(raw: socket.socket) -> bytes:
-    """What comes until the connection ends."""
-    return b"".join(iter(lambda: raw.recv(1 << 16), b""))
 
 
 def test_a_refusal_is_answered_without_the_server(
@@ -305,15 +223,6 @@ def test_a_refusal_is_answered_without_the_server(
     ]
 
 
-def test_a_refused_head_has_no_body(proxy: Proxy) -> None:
-    proxy.fail(_always, s3_error(403, "AccessDenied"))
-    with _raw(proxy) as raw:
-        raw.sendall(b"HEAD /k HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
-        answer = _all(raw)
-    assert answer.startswith(b"HTTP/1.1 403 ")
-    assert answer.endswith(b"\r\n\r\n")
-
-
 def test_a_fault_meets_as_many_as_told_after_as_many_as_told(
     proxy: Proxy, connection: http.client.HTTPConnection
 ) -> None:
@@ -324,34 +233,6 @@ def test_a_fault_meets_as_many_as_told_after_as_many_as_told(
         *(200, 200, 500),
         *(200, 500, 200),
     ]
-
-
-def test_of_two_faults_the_first_comes_first(
-    proxy: Proxy, connection: http.client.HTTPConnection
-) -> None:
-    proxy.fail(_always, Refuse(500))
-    proxy.fail(_always, Refuse(429))
-    assert [_ask(connection)[0] for _ in range(3)] == [500, 429, 200]
-
-
-def test_reset_forgets_faults_and_requests(
-    proxy: Proxy, connection: http.client.HTTPConnection
-) -> None:
-    proxy.fail(_always, Refuse(500), times=10)
-    assert _ask(connection)[0] == 500
-    proxy.reset()
-    assert proxy.requests == []
-    assert _ask(connection)[0] == 200
-
-
-def test_a_reset_is_an_rst_that_the_server_hears_nothing_of(origin: _Origin, proxy: Proxy) -> None:
-    proxy.fail(_always, Reset())
-    with _raw(proxy) as raw:
-        raw.sendall(b"GET /a/key HTTP/1.1\r\nHost: h\r\n\r\n")
-        with pytest.raises(ConnectionResetError):
-            raw.recv(1)
-    assert origin.heard == []
-    assert proxy.requests == [Exchange("GET", "/a/key", Reset())]
 
 
 def test_a_reset_in_the_body_tears_the_upload_for_both(origin: _Origin, proxy: Proxy) -> None:
@@ -367,29 +248,6 @@ def test_a_reset_in_the_body_tears_the_upload_for_both(origin: _Origin, proxy: P
     assert [(one.status, one.sent_bytes) for one in proxy.requests] == [(None, 1000)]
 
 
-def test_a_delayed_request_is_answered_later(
-    origin: _Origin, proxy: Proxy, connection: http.client.HTTPConnection
-) -> None:
-    proxy.fail(_always, Delay(0.3))
-    start = time.monotonic()
-    assert _ask(connection)[0] == 200
-    assert time.monotonic() - start >= 0.3
-    assert len(origin.heard) == 1
-
-
-def test_a_request_hangs_until_the_proxy_closes(origin: _Origin) -> None:
-    with running_proxy(origin.endpoint) as proxy, _raw(proxy) as raw:
-        proxy.fail(_always, Hang())
-        raw.sendall(b"PUT /k HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nbody")
-        raw.settimeout(0.3)
-        with pytest.raises(TimeoutError):
-            raw.recv(1)
-        proxy.close()
-        raw.settimeout(_SECONDS)
-        assert raw.recv(1) == b""
-    assert origin.heard == []
-
-
 def test_a_lost_answer_is_of_a_request_that_was_done(
     origin: _Origin, proxy: Proxy, connection: http.client.HTTPConnection
 ) -> None:
@@ -400,30 +258,6 @@ def test_a_lost_answer_is_of_a_request_that_was_done(
     assert proxy.requests == [Exchange("PUT", "/a/key", LoseAnswer(), 200, 10, 0)]
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_truncated_answer_announces_more_than_it_brings(
-    origin: _Origin, proxy: Proxy, connection: http.client.HTTPConnection, chunked: bool
-) -> None:
-    origin.chunked = chunked
-    proxy.fail(_always, Truncate(7))
-    with pytest.raises(http.client.IncompleteRead) as failure:
-        _ask(connection)
-    # http.client forgets half a chunk.
-    assert failure.value.partial == (b"the an" if chunked else b"the ans")
-    assert proxy.requests[0].received_bytes == 7
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_corrupt_answer_differs_in_one_byte(
-    origin: _Origin, proxy: Proxy, connection: http.client.HTTPConnection, chunked: bool
-) -> None:
-    origin.chunked = chunked
-    proxy.fail(_always, CorruptBody(4))
-    _, answer = _ask(connection)
-    assert [at for at in range(10) if answer[at] != origin.answer[at]] == [4]
-    assert _ask(connection) == (200, origin.answer)
-
-
 def test_a_corrupt_request_differs_in_one_byte(
     origin: _Origin, proxy: Proxy, connection: http.client.HTTPConnection
 ) -> None:
@@ -431,45 +265,6 @@ def test_a_corrupt_request_differs_in_one_byte(
     proxy.fail(_always, CorruptBody(_LARGE - 2, in_request=True))
     assert _ask(connection, "PUT", sent) == (200, b"the answer")
     assert origin.heard[0][2] == sent[:-2] + b"\xff\x00"
-
-
-def test_a_proxy_that_is_down_ends_connections_and_refuses_new_ones(
-    proxy: Proxy, connection: http.client.HTTPConnection
-) -> None:
-    assert _ask(connection)[0] == 200
-    proxy.down()
-    with pytest.raises(ConnectionError):
-        _ask(connection)
-    for _ in range(2):
-        connection.close()
-        with pytest.raises(ConnectionRefusedError):
-            _ask(connection)
-    proxy.up()
-    connection.close()
-    assert _ask(connection)[0] == 200
-
-
-def test_a_server_that_is_gone_resets_connections() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        with (
-            running_proxy(f"http://127.0.0.1:{unused.getsockname()[1]}") as proxy,
-            _raw(proxy) as raw,
-        ):
-            raw.sendall(b"GET /k HTTP/1.1\r\nHost: h\r\n\r\n")
-            with pytest.raises(ConnectionResetError):
-                raw.recv(1)
-
-
-def test_many_connections_are_served_at_once(origin: _Origin, proxy: Proxy) -> None:
-    with contextlib.ExitStack() as stack:
-        raws = [stack.enter_context(_raw(proxy)) for _ in range(32)]
-        for raw in raws:
-            raw.sendall(b"PUT /k HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nbo")
-        for raw in reversed(raws):
-            raw.sendall(b"dy")
-            assert raw.recv(1000).startswith(b"HTTP/1.1 200 ")
-    assert len(origin.heard) == 32
 
 
 # -- against the servers of the tests --------------------------------------------------------------

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import dcp_mem.reader
-from dcp_mem import RankFailed, SegmentCorrupt
-from dcp_mem.errors import StorageUnavailable
+from dcp_mem import RankFailed, SegmentCorrupt, StorageUnavailable
 from dcp_mem.policy import pieces, sharing
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job

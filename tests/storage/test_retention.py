@@ -20,13 +20,13 @@ from dcp_mem import (
     MemoryStorageWriter,
     Retention,
     State,
+    StorageUnavailable,
     any_of,
     keep_best,
     keep_every,
     keep_last,
 )
 from dcp_mem.cli.main import main
-from dcp_mem.errors import StorageUnavailable
 from dcp_mem.flushing.retention import Retainer
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.loading import open as opening

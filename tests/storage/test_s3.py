@@ -21,7 +21,7 @@ import aiobotocore.session
 import psutil
 import pytest
 
-from dcp_mem.errors import CredentialsExpired, StorageKeyMissing, StorageRefused, StorageUnavailable
+from dcp_mem import CredentialsExpired, StorageKeyMissing, StorageRefused, StorageUnavailable
 from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import LEAST_PART, Source, Upload
 from dcp_mem.storage.retry import RetryingStorage

@@ -21,9 +21,8 @@ import dcp_mem
 import dcp_mem.flushing.agent_handle
 import dcp_mem.flushing.flusher
 import dcp_mem.runtime.session
-from dcp_mem import every_n_saves
+from dcp_mem import State, every_n_saves
 from dcp_mem.common import faults
-from dcp_mem.common.values import State
 from dcp_mem.flushing.orphans import collect_older_attempts, orphans
 from dcp_mem.flushing.parts import FlushJob, drop_part
 from dcp_mem.flushing.registration import Registration

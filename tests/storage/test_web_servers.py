@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dcp_mem.errors import StorageRefused, StorageUnavailable
+from dcp_mem import StorageRefused, StorageUnavailable
 from dcp_mem.storage.fsspec_route import FsspecStorage
 from tests.support.checkpoints.jobs import Job, load_anew, save_two
 from tests.support.processes.forks import forked

@@ -16,7 +16,7 @@ from dcp_mem.common import faults
 from tests.storm.lives import Life, Notes
 from tests.storm.promises import newest_done
 from tests.support.checkpoints.jobs import agents
-from tests.support.processes.launch import Ranks
+from tests.support.processes.forks import Forks
 
 _STARTED_SECONDS = 20.0
 _POLL_SECONDS = 0.002
@@ -83,7 +83,7 @@ class Ending:
         point = self.agent_armed or next(iter(self.armed.values()), "")
         return f"{self.how.value}{f' ({point})' * bool(point)}"
 
-    def play(self, life: Life, running: Ranks[str], ranks: int) -> int:
+    def play(self, life: Life, running: Forks[str], ranks: int) -> int:
         """Do it; return the newest save that was complete when a SIGTERM was sent, else 0."""
         if self.how in (End.POINT, End.CLOSED):
             return 0
@@ -98,7 +98,7 @@ class Ending:
             running.send(rank, number)
         return done if self.how is End.TERMINATED else 0
 
-    def _await_moment(self, life: Life, running: Ranks[str]) -> None:
+    def _await_moment(self, life: Life, running: Forks[str]) -> None:
         notes, deadline = Notes(life.progress, self.victim), time.monotonic() + _STARTED_SECONDS
         while time.monotonic() < deadline and running.is_running(self.victim):
             if self.after == 0 and notes.get("started"):

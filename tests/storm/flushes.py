@@ -22,8 +22,7 @@ from tests.storm import servers
 from tests.storm.storm import Play, Storm, Tally
 from tests.support.checkpoints.jobs import Job
 from tests.support.private import private_directory
-from tests.support.processes.forks import forked, raised_by
-from tests.support.processes.launch import RankDeath, launched
+from tests.support.processes.forks import RankDeath, forked, forking, raised_by
 from tests.support.storage import ways
 from tests.support.storage.proxy import (
     Delay,
@@ -220,7 +219,7 @@ class Flushes(Storm):
         return flush, direct, about
 
     def _flush_through_faults(self, flush: Flush, direct: Job) -> None:
-        with launched(_flush, None, flush) as life:
+        with forking(_flush, None, flush) as life:
             (end,) = life.ended(_ENDED_SECONDS)
         if isinstance(end, RankDeath):
             assert flush.armed, end

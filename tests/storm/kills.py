@@ -24,8 +24,7 @@ from tests.storm.promises import Promises
 from tests.storm.storm import Play, Storm, Tally
 from tests.support.checkpoints.jobs import Job, load_as_torch
 from tests.support.private import private_directory
-from tests.support.processes.forks import forked
-from tests.support.processes.launch import RankDeath, launched
+from tests.support.processes.forks import RankDeath, forked, forking
 from tests.support.storage.soundness import committed
 
 _SAVES = 40
@@ -93,7 +92,7 @@ class _Lives:
             "DCP_MEM_FAULTS": ending.agent_armed,
             "TORCHELASTIC_RUN_ID": f"life{self._count}",
         }
-        with launched(live, ranks if ranks > 1 else None, life, env=environment) as running:
+        with forking(live, ranks if ranks > 1 else None, life, env=environment) as running:
             preempted = ending.play(life, running, ranks)
             ends = running.ended(_ENDED_SECONDS)
         self._judge_ends(ends)

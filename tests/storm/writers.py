@@ -25,7 +25,7 @@ from tests.storm import servers
 from tests.storm.storm import Play, Storm, Tally
 from tests.support.checkpoints.jobs import Job, agents, load_anew, save
 from tests.support.private import private_directory
-from tests.support.processes.launch import RankDeath, Ranks, launched
+from tests.support.processes.forks import Forks, RankDeath, forking
 from tests.support.storage.servers import StorageRoot
 from tests.support.storage.soundness import (
     FLUSHER_POINTS,
@@ -140,7 +140,7 @@ class _Meeting:
             lives = []
             for run in self.runs:
                 environment = {"DCP_MEM_FAULTS": run.armed}
-                lives.append(stack.enter_context(launched(_save, None, run, env=environment)))
+                lives.append(stack.enter_context(forking(_save, None, run, env=environment)))
                 time.sleep(self._chance.choice([0.0, 0.05, 0.2]))
             self._interfere(lives)
             self._let_all_end(lives)
@@ -151,14 +151,14 @@ class _Meeting:
                 self._tally["runs that came back"] += 1
                 number = self._chance.randrange(len(lives))
                 again = replace(self.runs[number], armed="")
-                lives[number] = stack.enter_context(launched(_save, None, again))
+                lives[number] = stack.enter_context(forking(_save, None, again))
                 self._let_all_end(lives)
                 ends[number] = lives[number].ended(_ENDED_SECONDS)[0]
                 self._count_end(ends[number])
             self._let_agents_end(lives)
         self._assert_sound(ends)
 
-    def _interfere(self, lives: list[Ranks[str]]) -> None:
+    def _interfere(self, lives: list[Forks[str]]) -> None:
         """Stop and kill runs, with their agents."""
         for _ in range(self._chance.randrange(1, 5)):
             time.sleep(self._chance.uniform(0.0, _LONGEST_STOP))
@@ -173,11 +173,11 @@ class _Meeting:
             else:
                 self._signal(lives, number, signal.SIGKILL)
 
-    def _let_all_end(self, lives: list[Ranks[str]]) -> None:
+    def _let_all_end(self, lives: list[Forks[str]]) -> None:
         """Have all go on, also from fault points that they come to later."""
         self._have_go_on(lives, lambda: any(one.is_running(0) for one in lives))
 
-    def _let_agents_end(self, lives: list[Ranks[str]]) -> None:
+    def _let_agents_end(self, lives: list[Forks[str]]) -> None:
         """Have agents flush what runs have left: as long as they live, retention deletes."""
         self._have_go_on(lives, self._any_agent)
         assert not self._any_agent(), "an agent doesn't end"
@@ -185,14 +185,14 @@ class _Meeting:
     def _any_agent(self) -> bool:
         return any(agents(run.job.memory) for run in self.runs)
 
-    def _have_go_on(self, lives: list[Ranks[str]], is_busy: Callable[[], bool]) -> None:
+    def _have_go_on(self, lives: list[Forks[str]], is_busy: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _ENDED_SECONDS
         while is_busy() and time.monotonic() < deadline:
             for number in range(len(lives)):
                 self._signal(lives, number, signal.SIGCONT)
             time.sleep(_PAUSE)
 
-    def _signal(self, lives: list[Ranks[str]], number: int, one: signal.Signals) -> None:
+    def _signal(self, lives: list[Forks[str]], number: int, one: signal.Signals) -> None:
         """Send a signal to a run, to its agent, or to both."""
         flushers = agents(self.runs[number].job.memory) if self._has_agents else []
         if not flushers or one is signal.SIGCONT or self._chance.random() < 0.6:

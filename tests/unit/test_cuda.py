@@ -1,7 +1,6 @@
 """State on CUDA devices: copied straight into pinned slots, whole. Skipped without a device."""
 
 import re
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from tests.support.checkpoints.roundtrip import (
     bits,
     random_tensor,
 )
-from tests.support.processes.launch import run_fresh
+from tests.support.processes.forks import killed_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -420,7 +419,7 @@ def _save_until_killed(places: Places, call: str) -> None:
 def test_a_kill_while_the_device_copies_leaves_the_checkpoint_before(
     places: Places, call: str
 ) -> None:
-    run_fresh(_save_until_killed, places, call, expect_signal=signal.SIGKILL)
+    killed_ranks(_save_until_killed, None, places, call)
     into: State = {"parameter": torch.zeros(32 << 20), "step": -1}
     with MemoryStorageReader(None, memory_root=places.memory, job=places.job) as reader:
         dcp_mem.load(into, storage_reader=reader)  # the newest whole one

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from dcp_mem import CheckpointStatus, State, Transfer
 from dcp_mem.common.progress_bar import state_text, transfer_text
-from dcp_mem.common.values import CheckpointStatus, State, Transfer
 from dcp_mem.flushing import metering
 from dcp_mem.flushing.metering import Meter, Throttle
 

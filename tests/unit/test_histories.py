@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_mem.common.values import Transfer
-from dcp_mem.errors import ManifestInvalid
+from dcp_mem import ManifestInvalid, Transfer
 from dcp_mem.format.history import COLUMNS, HistoryRow, from_csv, row_of, to_csv, with_row
 from dcp_mem.format.manifest import FlushRecord
 from tests.support.checkpoints.manifests import make_manifest, of_four_ranks

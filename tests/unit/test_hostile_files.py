@@ -15,8 +15,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dcp_mem import DcpMemError, ManifestInvalid, SizeRefused, UntrustedMetadata
-from dcp_mem.common.values import Transfer
+from dcp_mem import DcpMemError, ManifestInvalid, SizeRefused, Transfer, UntrustedMetadata
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import catalog_of
 from dcp_mem.format.manifest import (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_mem.errors import JobInUse
+from dcp_mem import JobInUse
 from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live
 from dcp_mem.memory.slots import SlotPool
 from tests.support.processes.forks import forkserver

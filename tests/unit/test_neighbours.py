@@ -26,7 +26,7 @@ def test_a_stranger_is_turned_away_and_the_neighbour_behind_it_is_served() -> No
             assert giver.header() == (3, 7, 5)
             data = memoryview(bytearray(5))
             giver.receive(data)
-            assert data == b"bytes"
+            assert bytes(data) == b"bytes"
             welcoming.join()
             door.close()
             with pytest.raises(PeerLost, match="the process has ended, or has left the load"):

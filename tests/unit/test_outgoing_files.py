@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcp_mem.errors import DcpMemError
+from dcp_mem import DcpMemError
 from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.mapping import Mapping

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dcp_mem import StorageUnavailable
 from dcp_mem.common.values import Segment
-from dcp_mem.errors import StorageUnavailable
 from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.flushing.upload import SegmentUpload, upload_all
 from dcp_mem.format.manifest import ItemTable

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcp_mem.errors import MemoryBudgetExceeded
+from dcp_mem import MemoryBudgetExceeded
 from dcp_mem.memory import mapping
 from dcp_mem.memory.mapping import Mapping
 from dcp_mem.memory.slot import Slot

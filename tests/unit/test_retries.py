@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from dcp_mem.errors import (
+from dcp_mem import (
     CredentialsExpired,
     DcpMemError,
     StorageKeyMissing,

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_mem import CheckpointNotFound, RankFailed
 from dcp_mem.comm.agreement import Attempted
 from dcp_mem.common.sendable import decoded, encoded, sendable
-from dcp_mem.errors import CheckpointNotFound, RankFailed
 from dcp_mem.format.frames import Specs
 from dcp_mem.policy.admission import NodeMemory
 from dcp_mem.policy.sharing import Piece

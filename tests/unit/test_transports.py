@@ -17,13 +17,13 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
+from dcp_mem import ConfigError
 from dcp_mem.cli.main import main
 from dcp_mem.comm import ranks_of
 from dcp_mem.comm.addresses import listening_socket, rdma_devices
 from dcp_mem.comm.control_line import accepted, dialled
 from dcp_mem.comm.greetings import Door
 from dcp_mem.common.log import log
-from dcp_mem.errors import ConfigError
 from dcp_mem.nixl import agents, pairing
 from dcp_mem.options import settings
 from tests.support.processes.forks import forked, forked_ranks, raised_by

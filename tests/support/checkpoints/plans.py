@@ -68,6 +68,26 @@ SAVES: Mapping[str, Callable[..., Metadata]] = {
 }
 """The roads of a save: two that dcp_mem plans, and that of torch."""
 
+_BEGUN: Mapping[str, Callable[..., Any]] = {
+    "save": dcp_mem.save,
+    "dcp.save": dcp.save,
+    "async": dcp_mem.async_save,
+    "async by dcp": dcp.async_save,
+}
+
+
+def begin_save(road: str, writer: dcp_mem.MemoryStorageWriter, state: State, name: str) -> Any:
+    """Save on a road: "save", "dcp.save", "async" or "async by dcp"; returns what that returns."""
+    return _BEGUN[road](state, checkpoint_id=name, storage_writer=writer)
+
+
+def save_by(road: str, writer: dcp_mem.MemoryStorageWriter, state: State, name: str) -> None:
+    """Save on one of these roads, and wait."""
+    begun = begin_save(road, writer, state, name)
+    if road.startswith("async"):
+        begun.result()
+
+
 LOADS: Mapping[str, Callable[..., object]] = {
     "dcp.load": dcp.load,
     "dcp_mem.load": dcp_mem.load,

@@ -16,13 +16,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-if len(sys.argv) > 4 and os.environ.get("RANK") == "1":
-    os.environ["DCP_MEM_FAULTS"] = sys.argv[4]
-
 import torch
 import torch.distributed as dist
 
 from dcp_mem import every_n_saves
+from dcp_mem.common import faults
 from dcp_mem.integrations.megatron import MemoryCheckpointing
 from tests.support.frameworks.megatron_cpu import Training, do_without_gpu
 
@@ -97,6 +95,7 @@ def main(root: str, memory: str, answer: str) -> None:
     do_without_gpu()
     dist_checkpointing = MemoryCheckpointing(memory_root=memory, persist=every_n_saves(2))
     if len(sys.argv) > 4:
+        faults.arm(sys.argv[4] if dist.get_rank() == 1 else "")
         _train(Training(2, 1), dist_checkpointing, root)
     else:
         found = _resumed(dist_checkpointing, root)

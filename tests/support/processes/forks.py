@@ -4,11 +4,17 @@
         [first, second] = ranks.join()
     state = forked(load, url)                           # one process, and wait for what it returns
 
+    killed_ranks(save_and_die, 2, url)                  # what returned, and a RankDeath for others
+
 A server process that has imported torch, and nothing else has happened in, forks one for each
 task: what a task leaves in memory, threads and connections is gone with it. Functions and
-arguments are pickled. Ranks that raise or die fail the test; to look at an error, return it
-(`raised_by`).
+arguments are pickled, so functions are defined at module level. Ranks that raise or die fail the
+test; to look at an error, return it (`raised_by`). No process outlives its ranks, but for those
+that detached themselves on purpose, as the flush agent does; the `memory_root` fixture ends that
+one. Warnings from dcp_mem are errors in the ranks too.
 """
+
+from __future__ import annotations
 
 import atexit
 import contextlib
@@ -24,12 +30,16 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Generic, NoReturn, TypeVar
+from typing import IO, Any, Generic, NoReturn, TypeVar
 
+import psutil
 from typing_extensions import TypeVarTuple, Unpack
+
+from tests.support import REPOSITORY
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -53,12 +63,55 @@ _PRELOADED = [
     "tests.support.checkpoints.training",
     "tests.support.processes.preloaded",  # the last: what is there by then stays as it is
 ]
-_DUMP_STACKS = signal.SIGRTMAX
+_DUMP_STACKS = signal.SIGRTMAX  # leaves the signals to the tests that jobs and schedulers use
 _DUMP_SECONDS = 0.5
+_CHILDREN_SECONDS = 2.0  # of a process that no init reaps no more than this is waited for
 _GRACE_SECONDS = 15.0
 _POLL_SECONDS = 0.005
 _OUTPUT_CHARACTERS = 16384
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankDeath:
+    """A process that did not return from its function, or not end well after it."""
+
+    rank: int
+    exit_code: int | None
+    """None where a signal ended it, or its time was over."""
+    signal: signal.Signals | None
+    """None where it exited, or its time was over."""
+    traceback: str
+    """Of the exception that left the function, else empty."""
+    output: str = field(repr=False)
+    """The end of its standard output and error; where it hung, with the stacks of its threads."""
+
+    @property
+    def hung(self) -> bool:
+        """Whether it still ran when its time was over."""
+        return self.exit_code is None and self.signal is None
+
+    def __str__(self) -> str:
+        if self.hung:
+            end = "still running, stacks below"
+        elif self.signal is not None:
+            end = self.signal.name
+        else:
+            end = f"exit code {self.exit_code}"
+        return f"--- rank {self.rank}: {end}\n{self.output.rstrip()}"
+
+
+class RanksFailed(AssertionError):
+    """Ranks died that should not have, or none died that should have."""
+
+    def __init__(self, reason: str, outcomes: Sequence[object]) -> None:
+        self.outcomes = tuple(outcomes)
+        deaths = [str(outcome) for outcome in outcomes if isinstance(outcome, RankDeath)]
+        super().__init__("\n".join([reason, *deaths]))
+
+
+class RanksHung(RanksFailed):
+    """Ranks still ran when the time was over."""
 
 
 def raised_by(act: Callable[[], object]) -> Exception | None:
@@ -169,7 +222,7 @@ def end_after(act: Callable[[Unpack[Ts]], object], *args: Unpack[Ts]) -> NoRetur
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -178,115 +231,228 @@ def end_after(act: Callable[[Unpack[Ts]], object], *args: Unpack[Ts]) -> NoRetur
         os._exit(code)
 
 
+def killed_ranks(
+    target: Callable[[Unpack[Ts]], T],
+    world_size: int | None,
+    *args: Unpack[Ts],
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> list[T | RankDeath]:
+    """How the ranks ended, of which at least one has to die of SIGKILL."""
+    with forking(target, world_size, *args, env=env) as ranks:
+        outcomes = ranks.ended(timeout)
+        if not any(isinstance(one, RankDeath) and one.signal == signal.SIGKILL for one in outcomes):
+            raise RanksFailed("no rank died of SIGKILL", outcomes)
+        return outcomes
+
+
 @contextlib.contextmanager
 def forking(
     target: Callable[[Unpack[Ts]], T],
     world_size: int | None,
     *args: Unpack[Ts],
     env: Mapping[str, str] | None = None,
-) -> Iterator["Forks[T]"]:
+) -> Iterator[Forks[T]]:
     """The processes while they run; killed at the end. World size None: one, without a group."""
-    context = forkserver()
-    with tempfile.TemporaryDirectory(prefix="dcp_mem-forks-") as directory:
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
-        job = pickle.dumps((target, args))
-        processes = [
-            context.Process(
-                target=_live, args=(job, Path(directory), rank, world_size, environment)
-            )
-            for rank in range(world_size or 1)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            yield Forks(processes, Path(directory))
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+    ranks = Forks(target, world_size, *args, env=env)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
 
 
 class Forks(Generic[T]):
-    """Running processes, one for each rank."""
+    """Running processes, one for each rank. Whoever starts them joins or closes them."""
 
-    def __init__(self, processes: Sequence[ForkServerProcess], directory: Path) -> None:
-        self._processes, self._directory = processes, directory
+    def __init__(
+        self,
+        target: Callable[[Unpack[Ts]], T],
+        world_size: int | None,
+        *args: Unpack[Ts],
+        env: Mapping[str, str] | None = None,
+        leaves_group: bool = True,
+    ) -> None:
+        if target.__module__ == "__main__":
+            raise ValueError(f"{target.__name__} is in __main__: no other process can import it")
+        self._files = tempfile.TemporaryDirectory(prefix="dcp_mem-forks-")
+        self._directory = Path(self._files.name)
+        job = pickle.dumps((target, world_size, args, leaves_group))
+        environment = {**os.environ, **environment_of(world_size), **(env or {})}
+        self._processes = [
+            forkserver().Process(target=_live, args=(job, self._directory, rank, environment))
+            for rank in range(world_size or 1)
+        ]
+        self._open = list(self._processes)
+        try:
+            for process in self._processes:
+                process.start()
+        except BaseException:
+            self.close()
+            raise
 
     def pid(self, rank: int = 0) -> int:
         pid = self._processes[rank].pid
         assert pid is not None
         return pid
 
+    def is_running(self, rank: int = 0) -> bool:
+        return self._processes[rank].exitcode is None
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to one rank; one that has ended ignores it."""
+        if self.is_running(rank):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid(rank), number)
+
     def kill(self, rank: int = 0) -> None:
         """End one with SIGKILL, and wait until it is gone."""
         self._processes[rank].kill()
         self._processes[rank].join()
 
-    def join(self, timeout: float = 60.0) -> list[T]:
-        """What every rank returns. Fails with their output where one raises, dies or hangs."""
+    def wait_until_stopped(self, rank: int, timeout: float = 30.0) -> None:
+        """Wait until a rank has stopped itself."""
+        deadline = time.monotonic() + timeout
+        while self.is_running(rank) and not _is_stopped(self.pid(rank)):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"rank {rank} has not stopped\n{self._output(rank)}")
+            time.sleep(_POLL_SECONDS)
+
+    def join(self, timeout: float = 60.0, *, killed: Collection[int] = ()) -> list[T]:
+        """What every rank returns; of those in `killed`, which SIGKILL has to end, a RankDeath.
+
+        Where others raise or die, the rest get 15 s at most. Raises RanksFailed with their output,
+        and RanksHung at the timeout.
+        """
+        outcomes = self._outcomes(timeout, spared=killed)
+        dead = [one for one in outcomes if isinstance(one, RankDeath) and not one.hung]
+        died = {one.rank for one in dead}
+        if unexpected := sorted(died.symmetric_difference(killed)):
+            raise RanksFailed(f"ranks {unexpected} {'died' if died else 'live'}", outcomes)
+        if not all(one.signal == signal.SIGKILL for one in dead):
+            raise RanksFailed("ranks ended in another way than by SIGKILL", outcomes)
+        return outcomes
+
+    def ended(self, timeout: float = 60.0) -> list[T | RankDeath]:
+        """How every rank ends, whatever that is. Raises RanksHung at the timeout."""
+        return self._outcomes(timeout, spared=range(len(self._processes)))
+
+    def close(self) -> None:
+        """Kill what still runs, and the children of the ranks with it."""
+        processes, self._open = self._open, []
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+                _kill_group(process.pid)
+        self._files.cleanup()
+
+    def _outcomes(self, timeout: float, spared: Collection[int]) -> list[Any]:
+        """Wait; the death of a rank that isn't spared brings the deadline forward."""
         deadline, doomed = time.monotonic() + timeout, False
-        while time.monotonic() < deadline and any(
-            each.exitcode is None for each in self._processes
-        ):
-            if any(each.exitcode for each in self._processes) and not doomed:
+        while time.monotonic() < deadline:
+            codes = [process.exitcode for process in self._processes]
+            if None not in codes:
+                break
+            if not doomed and any(code and rank not in spared for rank, code in enumerate(codes)):
                 doomed, deadline = True, min(deadline, time.monotonic() + _GRACE_SECONDS)
             time.sleep(_POLL_SECONDS)
-        hung = [each for each in self._processes if each.exitcode is None]
-        for process in hung:
-            os.kill(process.pid or 0, _DUMP_STACKS)
+        hung = self._kill_hung()
+        outcomes = [self._outcome(rank, rank in hung) for rank in range(len(self._processes))]
+        for rank in range(len(self._processes)):
+            lines = self._output(rank).splitlines()
+            print("".join(f"[rank {rank}] {line}\n" for line in lines), end="")
+        self.close()
+        dead = [one for one in outcomes if isinstance(one, RankDeath)]
+        if hung and all(one.hung or one.rank in spared for one in dead):
+            raise RanksHung(f"ranks {hung} have not ended within {timeout:.0f} s", outcomes)
+        return outcomes
+
+    def _kill_hung(self) -> list[int]:
+        """Have all that still run write down their stacks, and kill them."""
+        hung = [rank for rank in range(len(self._processes)) if self.is_running(rank)]
+        for rank in hung:
+            self.send(rank, signal.SIGCONT)
+            self.send(rank, _DUMP_STACKS)
         if hung:
             time.sleep(_DUMP_SECONDS)
-        outputs = [self._output(rank) for rank in range(len(self._processes))]
-        if hung or any(each.exitcode for each in self._processes):
-            ends = [
-                f"--- rank {rank}:"
-                f" {'HUNG' if each in hung else f'exit code {each.exitcode}'}\n{output}"
-                for rank, (each, output) in enumerate(zip(self._processes, outputs, strict=True))
-            ]
-            raise AssertionError("\n".join(["a forked process failed", *ends]))
-        for rank, output in enumerate(outputs):
-            print("".join(f"[rank {rank}] {line}\n" for line in output.splitlines()), end="")
-        return [
-            pickle.loads((self._directory / f"{rank}.returned").read_bytes())
-            for rank in range(len(self._processes))
-        ]
+        for rank in hung:
+            self.kill(rank)
+        return hung
+
+    def _outcome(self, rank: int, hung: bool) -> Any:
+        code = self._processes[rank].exitcode or 0
+        returned = self._read(f"{rank}.returned")
+        if code == 0 and returned:
+            return pickle.loads(returned)
+        ended_by = signal.Signals(-code) if code < 0 and not hung else None
+        return RankDeath(
+            rank=rank,
+            exit_code=None if hung or ended_by else code,
+            signal=ended_by,
+            traceback=self._read(f"{rank}.raised").decode(),
+            output=self._output(rank),
+        )
 
     def _output(self, rank: int) -> str:
-        path = self._directory / f"{rank}.output"
-        return path.read_text(errors="replace")[-_OUTPUT_CHARACTERS:] if path.exists() else ""
+        return self._read(f"{rank}.output").decode(errors="replace")[-_OUTPUT_CHARACTERS:]
+
+    def _read(self, name: str) -> bytes:
+        path = self._directory / name
+        return path.read_bytes() if path.exists() else b""
 
 
-def _live(
-    job: bytes, directory: Path, rank: int, world_size: int | None, environment: dict[str, str]
-) -> None:
+def environment_of(world_size: int | None) -> dict[str, str]:
+    """What a process of ours is told beside what this one is."""
+    paths = [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "GLOO_SOCKET_IFNAME": "lo"}
+    return environment | ({} if world_size is None else {"OMP_NUM_THREADS": "1"})
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
+
+
+def _kill_group(leader: int) -> None:
+    """Kill a rank's children: they are in its group, which keeps its id until they are gone."""
+    deadline = time.monotonic() + _CHILDREN_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(leader, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+
+
+def _live(job: bytes, directory: Path, rank: int, environment: dict[str, str]) -> None:
     """The life of one process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.environ["FORK_RANK"] = str(rank)
-    output = os.open(directory / f"{rank}.output", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    become({**environment, "FORK_RANK": str(rank)}, directory / f"{rank}.output")
     faulthandler.enable(2)
     faulthandler.register(_DUMP_STACKS, 2)
-    warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
-    with (directory / f"{rank}.returned").open("wb") as returned:  # now: it may become another user
-        try:
-            returned.write(pickle.dumps(_act(job, directory, rank, world_size)))
-        except BaseException:
-            traceback.print_exc()
-            sys.exit(1)
+    # The files are opened now: it may become another user.
+    with (
+        (directory / f"{rank}.returned").open("wb") as returned,
+        (directory / f"{rank}.raised").open("w") as raised,
+    ):
+        end_after(_run, job, directory, rank, returned, raised)
 
 
-def _act(job: bytes, directory: Path, rank: int, world_size: int | None) -> object:
-    import torch
+def _run(job: bytes, directory: Path, rank: int, returned: IO[bytes], raised: IO[str]) -> None:
+    try:
+        value = pickle.dumps(_act(job, directory, rank))
+    except Exception:
+        raised.write(traceback.format_exc())
+        raised.flush()
+        raise
+    returned.write(value)
+    returned.flush()
+
+
+def _act(job: bytes, directory: Path, rank: int) -> object:
     import torch.distributed as dist
 
-    target, args = pickle.loads(job)
+    target, world_size, args, leaves_group = pickle.loads(job)
     if world_size is None:
         return target(*args)
-    torch.set_num_threads(1)
     if os.environ.get("FORK_BACKEND") == "none":
         _join_without_backend(directory, rank, world_size)
         return target(*args)
@@ -295,7 +461,8 @@ def _act(job: bytes, directory: Path, rank: int, world_size: int | None) -> obje
     # one that ended sooner, with little to do, would break off the others' connecting
     dist.barrier()
     result = target(*args)
-    leave_group()
+    if leaves_group and dist.is_initialized():
+        leave_group()
     return result
 
 

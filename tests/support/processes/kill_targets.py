@@ -1,11 +1,6 @@
-"""What the kill tests run in processes, and a way to start those processes within milliseconds.
+"""What the kill tests run in processes: restarts of one job to dcp_mem.
 
-    outcomes = forked(save_and_die, 2, place, ...).join(killed={1})    # what each rank returned, by
-    rank
-
-A zygote imports torch once; every process is forked from it before anything of dcp_mem has run in
-it, so it knows nothing of earlier ones. Functions are sent by name, so they are defined at module
-level.
+    outcomes = forked(save_and_die, 2, place, ...).join(killed={1})    # what each rank returned
 
 Every tensor of a saved state is derived from its step: `step_of` recovers the step from a loaded
 state and raises where any element of it isn't what was saved at that step.
@@ -13,26 +8,13 @@ state and raises where any element of it isn't what was saved at that step.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
-import faulthandler
-import functools
-import importlib
 import os
-import pickle
 import re
-import select
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,9 +33,8 @@ from dcp_mem import MemoryStorageReader, MemoryStorageWriter
 from dcp_mem.common import faults
 from dcp_mem.flushing import agent_handle
 from dcp_mem.saving.overlap import Overlap
-from tests.support import REPOSITORY
 from tests.support.checkpoints.plans import SAVES
-from tests.support.processes.launch import TETHER, RankDeath, RanksFailed, RanksHung
+from tests.support.processes.forks import Forks
 
 FAILURES = (Exception, CheckpointException)
 """What a save or load may raise: torch's own is no `Exception`."""
@@ -68,94 +49,8 @@ OVERLAPPED = "DCP_MEM_TESTS_OVERLAPPED"
 """Set likewise, they go through dcp.async_save, with copies behind the training loop."""
 
 _POLL_SECONDS = 0.005
-_DUMP_STACKS = signal.SIGRTMAX
-_DUMP_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
 
 # -- processes -------------------------------------------------------------------------------------
-
-
-class Forked:
-    """Ranks that were forked from the zygote."""
-
-    def __init__(self, directory: Path, pids: Sequence[int]) -> None:
-        self._directory = directory
-        self.pids = pids
-
-    def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank that hasn't been joined yet."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._status(rank) is None:
-                os.kill(self.pids[rank], number)
-
-    def wait_until_stopped(self, rank: int, timeout: float = 30.0) -> None:
-        """Wait until a rank has stopped itself (or raise AssertionError)."""
-        wait_for(
-            lambda: _is_stopped(self.pids[rank]), f"rank {rank} to stop", timeout, self._outputs
-        )
-
-    def join(self, *, timeout: float = 60.0, killed: Collection[int] = ()) -> list[Any]:
-        """Return each rank's value, or a RankDeath for those in `killed`, which SIGKILL has ended.
-
-        Raises RanksFailed, and RanksHung at the timeout.
-        """
-        ranks = range(len(self.pids))
-        deadline = time.monotonic() + timeout
-        while any(self._status(rank) is None for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        hung = [rank for rank in ranks if self._status(rank) is None]
-        for rank in hung:
-            self.send(rank, signal.SIGCONT)
-            self.send(rank, _DUMP_STACKS)
-        if hung:
-            time.sleep(_DUMP_SECONDS)
-        for rank in hung:
-            self.send(rank, signal.SIGKILL)
-        outcomes = [self._outcome(rank, hung=rank in hung) for rank in ranks]
-        if hung:
-            raise RanksHung(f"ranks {hung} have not ended within {timeout:.0f} s", outcomes)
-        for rank, outcome in enumerate(outcomes):
-            died = isinstance(outcome, RankDeath)
-            if died != (rank in killed) or (died and outcome.signal != signal.SIGKILL):
-                raise RanksFailed(f"rank {rank} ended in another way than expected", outcomes)
-        return outcomes
-
-    def one(self, *, timeout: float = 60.0) -> Any:
-        """What the only rank returned."""
-        (outcome,) = self.join(timeout=timeout)
-        return outcome
-
-    def has_ended(self, rank: int) -> bool:
-        return self._status(rank) is not None
-
-    def _status(self, rank: int) -> int | None:
-        try:
-            return int((self._directory / f"{rank}.status").read_text())
-        except FileNotFoundError:
-            return None
-
-    def _outcome(self, rank: int, *, hung: bool) -> Any:
-        status = self._status(rank)
-        returned = self._directory / f"{rank}.returned"
-        if status == 0 and returned.exists():
-            return pickle.loads(returned.read_bytes())
-        raised = self._directory / f"{rank}.raised"
-        return RankDeath(
-            rank=rank,
-            exit_code=None if hung or status is None or status < 0 else status,
-            signal=signal.Signals(-status)
-            if status is not None and status < 0 and not hung
-            else None,
-            traceback=raised.read_text() if raised.exists() else "",
-            output=self._output(rank),
-        )
-
-    def _output(self, rank: int) -> str:
-        path = self._directory / f"{rank}.output"
-        return path.read_text(errors="replace")[-16384:] if path.exists() else ""
-
-    def _outputs(self) -> str:
-        return "\n".join(self._output(rank) for rank in range(len(self.pids)))
 
 
 def forked(
@@ -163,9 +58,13 @@ def forked(
     world_size: int | None,
     *args: Any,
     env: Mapping[str, str] | None = None,
-) -> Forked:
-    """Start `target(*args)` on each rank of a gloo group (None: in one process without a group)."""
-    return _zygote().start(target, world_size, args, env or {})
+) -> Forks[Any]:
+    """Start `target(*args)` on each rank of a gloo group (None: in one process without a group).
+
+    They end as a script does at its last line: the process group just goes.
+    """
+    of_one_job = {"TORCHELASTIC_RUN_ID": RUN, **(env or {})}
+    return Forks(target, world_size, *args, env=of_one_job, leaves_group=False)
 
 
 def wait_for(
@@ -180,155 +79,6 @@ def wait_for(
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {timeout:.0f} s for {what}\n{facts()}")
         time.sleep(_POLL_SECONDS)
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
-
-
-class _Zygote:
-    """The process that others are forked from: it has imported everything, and runs no test."""
-
-    def __init__(self) -> None:
-        self._jobs = tempfile.TemporaryDirectory(prefix="dcp_mem-forked-")
-        self._count = 0
-        self._lock = threading.Lock()
-        environment = {
-            **os.environ,
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH", "")))
-            ),
-            "TORCHELASTIC_RUN_ID": RUN,
-        }
-        self._process = subprocess.Popen(
-            [*TETHER, sys.executable, "-m", "tests.support.processes.kill_targets"],
-            env=environment,
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def start(
-        self,
-        target: Callable[..., Any],
-        world_size: int | None,
-        args: Sequence[Any],
-        env: Mapping[str, str],
-    ) -> Forked:
-        with self._lock:
-            self._count += 1
-            directory = Path(self._jobs.name) / str(self._count)
-            directory.mkdir()
-            (directory / "job").write_bytes(pickle.dumps((target, world_size, args, env)))
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            print(directory, world_size or 1, file=self._process.stdin, flush=True)
-            pids = [int(pid) for pid in self._process.stdout.readline().split()]
-        if not pids:
-            raise RuntimeError("the zygote has died")
-        return Forked(directory, pids)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._jobs.cleanup()
-
-
-@functools.cache
-def _zygote() -> _Zygote:
-    zygote = _Zygote()
-    atexit.register(zygote.close)
-    return zygote
-
-
-def _serve() -> None:
-    """The zygote: fork what is asked for, and write down how it ended."""
-    importlib.import_module("torch._dynamo")  # DTensor asks for it, and it takes a second
-    running: dict[int, Path] = {}
-    # The signal itself would be lost where it comes just before a blocking read; its byte in the
-    # pipe isn't.
-    ended, ending = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(ending, warn_on_full_buffer=False)
-    while True:
-        ready, _, _ = select.select([sys.stdin, ended], [], [])
-        if ended in ready:
-            os.read(ended, 4096)
-            _reap(running)
-        if sys.stdin in ready:
-            line = sys.stdin.readline()
-            if not line:
-                return
-            name, count = line.rsplit(maxsplit=1)
-            print(*[_fork(Path(name), rank, running) for rank in range(int(count))], flush=True)
-
-
-def _reap(running: dict[int, Path]) -> None:
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        path = running.pop(pid)
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_text(str(os.waitstatus_to_exitcode(status)))
-        temporary.rename(path)
-
-
-def _fork(directory: Path, rank: int, running: dict[int, Path]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _live(directory, rank)
-    running[pid] = directory / f"{rank}.status"
-    return pid
-
-
-def _live(directory: Path, rank: int) -> None:
-    """The life of one rank; it doesn't return."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.setsid()
-    null, output = (
-        os.open(os.devnull, os.O_RDONLY),
-        os.open(directory / f"{rank}.output", os.O_CREAT | os.O_WRONLY),
-    )
-    for descriptor, number in ((null, 0), (output, 1), (output, 2)):
-        os.dup2(descriptor, number)
-    faulthandler.enable()
-    faulthandler.register(_DUMP_STACKS)
-    warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
-    code = 1
-    try:
-        target, world_size, args, env = pickle.loads((directory / "job").read_bytes())
-        os.environ.update(env)
-        if world_size is not None:
-            store = dist.FileStore(str(directory / "store"), world_size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-            # one that ended sooner, with little to do, would break off the others' connecting
-            dist.barrier()
-        returned = pickle.dumps(target(*args))
-        (directory / f"{rank}.returned").write_bytes(returned)
-        code = 0
-    except BaseException:
-        (directory / f"{rank}.raised").write_text(traceback.format_exc())
-        traceback.print_exc()
-    finally:
-        # As an interpreter ends: dcp_mem's hook runs before its pools end. The process group just
-        # goes.
-        threading._shutdown()  # type: ignore[attr-defined]
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 # -- states ----------------------------------------------------------------------------------------
@@ -551,9 +301,7 @@ class Line:
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
-        if not self.process.has_ended(0):
-            self.process.send(0, signal.SIGCONT)
-            self.process.send(0, signal.SIGKILL)
+        self.process.close()
         self._directory.cleanup()
 
     def begin(self, name: str, *arguments: Any) -> None:
@@ -581,8 +329,7 @@ class Line:
 
     def kill(self) -> None:
         """SIGKILL it, and wait until it is gone."""
-        self.process.send(0, signal.SIGKILL)
-        self.process.join(killed={0})
+        self.process.kill()
 
     def hang_up(self) -> None:
         """Let the process end like a script at its last line: without closing anything."""
@@ -810,9 +557,3 @@ def kill_agents(root: str | os.PathLike[str]) -> None:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-if __name__ == "__main__":
-    from tests.support.processes import kill_targets  # noqa: PLW0406 (pickles name this module, not __main__)
-
-    kill_targets._serve()
