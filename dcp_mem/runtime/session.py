@@ -211,7 +211,7 @@ class Session:
         if self.replicator.is_busy:
             self.replicator.cancel()
             self.replicator.wait(_CANCEL_AT_EXIT)
-        self.publisher.drain()
+        self.publisher.close()
         self._agent.drain()
 
 
