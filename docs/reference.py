@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +25,8 @@ Methods that DCP calls, and not you, are left out. How things are used together:
 """
 
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):")
-_HEADINGS = {"Args": "Arguments", "Attributes": "Attributes", "Returns": "Returns"}
-_HEADINGS |= {"Yields": "Yields", "Raises": "Raises"}
-_ENTRY = re.compile(r"    ([\w\\*`., ]+): (.*)")
+_ENTRY = re.compile(r"    ([\w\\*`.,][\w\\*`., ]*): (.*)")
+_WIDTH = 100
 _CODE = re.compile(r"(`[^`]*`)")
 Definition = ast.ClassDef | ast.FunctionDef
 
@@ -96,13 +95,13 @@ def _rendered(section: Section) -> Iterator[str]:
     tree = _parsed(_path(section.module))
     found = _definitions(tree)
     yield f"## {section.module}\n"
-    yield f"{_prose(ast.get_docstring(tree) or '')}\n"
+    yield f"{_prose(ast.get_docstring(tree) or '', {})}\n"
     for name in section.names:
         node = found[name]
         yield f"### {section.prefix}.{name}\n"
         node = _with_bases(node, found)
         yield f"```\n{_signature(node, name)}\n```\n"
-        yield f"{_prose(_doc(node))}\n"
+        yield f"{_prose(_doc(node), _types(node))}\n"
         if isinstance(node, ast.ClassDef):
             yield from _members(node)
 
@@ -132,30 +131,36 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
             and ast.get_docstring(member)
         ):
             kind = "" if "property" not in _decorators(member) else "property "
-            yield f"**{kind}`{_signature(member, member.name)}`**\n"
-            yield f"{_prose(_doc(member))}\n"
+            yield f"**{kind}`{_call(member, member.name)}`**\n"
+            yield f"{_prose(_doc(member), _types(member))}\n"
 
 
 def _signature(node: Definition, name: str) -> str:
-    if isinstance(node, ast.ClassDef):
-        bases = ", ".join(map(ast.unparse, node.bases))
-        head = f"class {name}({bases})" if bases else f"class {name}"
-        init = next(
-            (
-                one
-                for one in node.body
-                if isinstance(one, ast.FunctionDef) and one.name == "__init__"
-            ),
-            None,
-        )
-        if init is not None and "Error" not in bases:
-            return f"{head}\n{_signature(init, name)}"
-        fields = [
-            ast.unparse(one) + getattr(one, "comment", "")
-            for one in node.body
-            if isinstance(one, (ast.AnnAssign, ast.Assign)) and not ast.unparse(one).startswith("_")
-        ]
-        return "\n    ".join([head + (":" if fields else ""), *fields])
+    if isinstance(node, ast.FunctionDef):
+        return _wrapped(_call(node, name))
+    bases = ", ".join(map(ast.unparse, node.bases))
+    head = f"class {name}({bases})" if bases else f"class {name}"
+    init = _init(node)
+    if init is not None and "Error" not in bases:
+        return f"{head}\n{_wrapped(_call(init, name))}"
+    fields = [
+        ast.unparse(one) + getattr(one, "comment", "")
+        for one in node.body
+        if isinstance(one, (ast.AnnAssign, ast.Assign))
+        and not ast.unparse(one).startswith("_")
+        and ast.unparse(getattr(one, "target", one)) not in _described(_doc(node))
+    ]
+    return "\n    ".join([head + (":" if fields else ""), *fields])
+
+
+def _init(node: ast.ClassDef) -> ast.FunctionDef | None:
+    inits = (one for one in node.body if isinstance(one, ast.FunctionDef))
+    return next((one for one in inits if one.name == "__init__"), None)
+
+
+def _call(node: ast.FunctionDef, name: str) -> str:
+    """Return how a function is called: without the types of arguments that its text describes."""
+    told = _doc(node)
     arguments = ast.parse(ast.unparse(node)).body[0]
     assert isinstance(arguments, ast.FunctionDef)
     positional = arguments.args.posonlyargs or arguments.args.args
@@ -163,12 +168,41 @@ def _signature(node: Definition, name: str) -> str:
         del positional[0]
     if "property" in _decorators(node):
         return f"{name}: {ast.unparse(node.returns)}" if node.returns else name
-    each = [part.strip() for part in _split(ast.unparse(arguments.args))]
+    if "Args:" in told or name != node.name:
+        for one in ast.walk(arguments.args):
+            if isinstance(one, ast.arg):
+                one.annotation = None
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and name == node.name else ""
-    short = f"{name}({', '.join(each)}){returns}"
-    if len(short) <= 110 or name == node.name:
-        return short
-    return "\n".join([f"{name}(", *(f"    {part}," for part in each), f"){returns}"])
+    return f"{name}({ast.unparse(arguments.args)}){returns}"
+
+
+def _described(doc: str) -> set[str]:
+    """Return the attributes that a docstring tells of."""
+    told = doc.partition("Attributes:\n")[2].split("\n")
+    return {found[1] for line in told if (found := _ENTRY.fullmatch(line))}
+
+
+def _types(node: Definition) -> dict[str, str]:
+    """Return the types of arguments and fields, by name."""
+    of = _init(node) if isinstance(node, ast.ClassDef) else node
+    arguments = [one for one in ast.walk(of.args) if isinstance(one, ast.arg)] if of else []
+    types = {one.arg: ast.unparse(one.annotation) for one in arguments if one.annotation}
+    fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+    if isinstance(node, ast.ClassDef):
+        types |= {ast.unparse(one.target): ast.unparse(one.annotation) for one in fields}
+    return types
+
+
+def _wrapped(call: str) -> str:
+    if len(call) <= _WIDTH:
+        return call
+    head, rest = call.split("(", 1)
+    rows = [f"{head}("]
+    for part in map(str.strip, _split(rest)):
+        if len(rows) == 1 or len(rows[-1]) + len(part) + 2 > _WIDTH:
+            rows.append("   ")
+        rows[-1] += f" {part},"
+    return "\n".join(rows).removesuffix(",")
 
 
 def _split(arguments: str) -> Iterator[str]:
@@ -183,25 +217,36 @@ def _split(arguments: str) -> Iterator[str]:
         yield arguments[start:]
 
 
-def _prose(text: str) -> str:
-    """Turn a docstring into Markdown: its sections (Args, Raises, ...) become lists."""
+def _prose(text: str, types: Mapping[str, str]) -> str:
+    """Turn a docstring into Markdown: its arguments and errors become items of one list."""
     parts: list[str] = []
     section = ""
     for line in _escaped(text).split("\n"):
         header, entry = _SECTION.fullmatch(line), _ENTRY.fullmatch(line)
         if header:
             section = header[1]
-            parts += [f"{_HEADINGS[section]}:", ""]
-        elif section and not line:
-            parts.append("")
-        elif section and entry and section not in ("Returns", "Yields"):
-            parts.append(f"- `{entry[1].replace(chr(92), '')}`: {entry[2]}")
+            if section in ("Returns", "Yields"):
+                parts += [f"*{section}*:"]
+            elif len(parts) > 1 and parts[-2].startswith(("- ", "  ")):
+                parts.pop()  # one list
+        elif section in ("Returns", "Yields") and line.startswith("    "):
+            joint = " " if parts[-1].startswith("*") else "\n"
+            parts[-1] += f"{joint}{line.strip()}"
+        elif section and entry:
+            parts.append(_item(section, entry[1].replace(chr(92), ""), entry[2], types))
         elif section and line.startswith("    "):
             parts.append(f"  {line.strip()}")
         else:
-            section = ""
+            section = section if not line else ""
             parts.append(line)
     return "\n".join(parts)
+
+
+def _item(section: str, name: str, text: str, types: Mapping[str, str]) -> str:
+    if section == "Raises":
+        return f"- raises `{name}`: {text}"
+    kind = types.get(name.lstrip("*"), "")
+    return f"- `{name}`{kind and f' (`{kind}`)'}: {text}"
 
 
 def _escaped(text: str) -> str:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future, wait
+from functools import partial
 
 from dcp_mem.common import faults
+from dcp_mem.common.background import KeptThread, let_caller_return
+from dcp_mem.common.log import log
 from dcp_mem.format.manifest import Manifest
+from dcp_mem.format.metadata_template import MetadataTemplate, template_of
 from dcp_mem.memory.catalogs import Catalogs
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.stock_metadata_thread import StockMetadataThread
+
+_CLOSE_SECONDS = 60.0
 
 
 class Publisher:
@@ -19,7 +25,9 @@ class Publisher:
 
     def __init__(self, memory: JobMemory, catalogs: Catalogs) -> None:
         self._memory, self._catalogs = memory, catalogs
-        self._stock_metadata: StockMetadataThread | None = None
+        self._thread = KeptThread("dcp_mem-show")
+        self._last: Future[None] | None = None
+        self._template: tuple[str, MetadataTemplate] | None = None
         self._guard = threading.Lock()  # not held while the thread ends
 
     def publish(self, manifest: Manifest) -> None:
@@ -41,15 +49,27 @@ class Publisher:
             self._memory.retire_replaced(checkpoint)
 
     def show(self, manifest: Manifest) -> None:
-        """Put `.metadata` beside a complete checkpoint, in the background."""
-        with self._guard:
-            if self._stock_metadata is None:
-                self._stock_metadata = StockMetadataThread(self._memory, self._catalogs)
-            self._stock_metadata.add(manifest)
+        """Put `.metadata` beside a complete checkpoint, if it lies on one node alone, behind it."""
+        if len(manifest.nodes) == 1:
+            with self._guard:
+                self._last = self._thread.submit(partial(self._show, manifest))
 
-    def drain(self) -> None:
+    def close(self) -> None:
         """Finish what is being put there; a later checkpoint starts another thread."""
         with self._guard:
-            thread, self._stock_metadata = self._stock_metadata, None
-        if thread is not None:
-            thread.close()
+            last, self._last = self._last, None
+            self._thread.close()
+        if last is not None:
+            wait([last], _CLOSE_SECONDS)
+
+    def _show(self, manifest: Manifest) -> None:
+        let_caller_return()
+        try:
+            if self._template is None or self._template[0] != manifest.catalog:
+                template = template_of(self._catalogs.get(manifest.catalog))
+                self._template = manifest.catalog, template
+            self._memory.put_stock_metadata(manifest, self._template[1])
+        except Exception as error:  # the checkpoints behind it have their turn all the same
+            log.warning(
+                "%s has no .metadata in memory, for torch's own readers: %r", manifest.name, error
+            )

@@ -152,7 +152,7 @@ class Session:
         self.prefaulting.close()
         self.frozen.comparison.wait()
         self.replicator.wait()
-        self.publisher.drain()
+        self.publisher.close()
 
     def close(self, *, keep_slots: bool) -> None:
         """Give back slots, mappings and the job's lock. Call it in a turn of its own.
@@ -191,7 +191,7 @@ class Session:
         if self.replicator.is_busy:
             self.replicator.cancel()
             self.replicator.wait(_CANCEL_AT_EXIT)
-        self.publisher.drain()
+        self.publisher.close()
         self.agent.drain()
 
 
