@@ -335,7 +335,7 @@ class SegmentCorrupt(DcpMemError):
 class ManifestInvalid(DcpMemError, ValueError):
     """A manifest or catalog is damaged, or of a format version that this release doesn't know.
 
-    Use a newer release if the text says so; otherwise load another checkpoint.
+    Use the release that wrote it if the text says so; otherwise load another checkpoint.
     """
 
 

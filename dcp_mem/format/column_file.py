@@ -79,7 +79,8 @@ def unpack(data: bytes | memoryview | mmap, version: int) -> Packed:
         head = json.loads(bytes(view[_FRAME.size : _FRAME.size + length]))
         if head["version"] != version:
             raise ManifestInvalid(
-                f"a catalog of version {head['version']}, not {version}: use a newer dcp_mem"
+                f"a catalog of version {head['version']}, not {version}: use the "
+                "dcp_mem that wrote it, or torch's own readers"
             )
         return _unpack(head, view[_FRAME.size + length :])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

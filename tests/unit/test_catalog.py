@@ -333,7 +333,7 @@ def test_a_catalog_of_a_later_version_asks_for_a_newer_release(
     with monkeypatch.context() as patch:
         patch.setattr(catalog_module, "VERSION", catalog_module.VERSION + 1)
         data = catalog.to_bytes()
-    with pytest.raises(ManifestInvalid, match="use a newer dcp_mem"):
+    with pytest.raises(ManifestInvalid, match="use the dcp_mem that wrote it"):
         Catalog.from_bytes(data)
 
 

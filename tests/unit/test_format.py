@@ -433,7 +433,7 @@ def test_a_manifest_of_a_later_version_asks_for_a_newer_release() -> None:
     written = _manifest().to_json()
     later = written.replace(f'"version": {VERSION}'.encode(), f'"version": {VERSION + 1}'.encode())
     assert later != written
-    with pytest.raises(ManifestInvalid, match="use a newer dcp_mem"):
+    with pytest.raises(ManifestInvalid, match="use the dcp_mem that wrote it"):
         Manifest.from_json(later)
 
 
