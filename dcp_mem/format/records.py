@@ -167,8 +167,8 @@ def _body(form: str, data: bytes) -> dict[str, Any]:
         raise ManifestInvalid(f"no record of dcp_mem's ({form}): {error}") from None
     if found != f"dcp_mem/{form}" or version != VERSION:
         raise ManifestInvalid(
-            f"{found} version {version} is not {form} version {VERSION}: use the dcp_mem that wrote "
-            "it, or torch's own readers"
+            f"{found} version {version} is not {form} version {VERSION}: use the dcp_mem that "
+            "wrote it, or torch's own readers"
         )
     if body[-1:] != b"}" or zlib.crc32(body[:-1]) != crc:
         raise ManifestInvalid(f"{what} is damaged (checksum)")

@@ -327,7 +327,7 @@ class PeerTransfer:
             while left:
                 self._raise_if_stopped()
                 number, offset, nbytes = giver.header()
-                file, start, stop, *_ = pieces[number]
+                file, (start, stop), *_ = pieces[number]
                 low, high = start + offset, start + offset + nbytes
                 if not start <= low < high <= stop:
                     raise PeerLost(origin, "it speaks otherwise")

@@ -48,11 +48,18 @@ class Piece(NamedTuple):
     """Bytes [start, stop) of a segment, as one rank gets them. Plain tuples, as many are sent."""
 
     file: str
-    start: int
-    stop: int
+    extent: Extent
     # the rank that it gets them from; None: it has them in its node's memory, else it reads them
     origin: int | None = None
     to: tuple[int, ...] = ()  # the ranks that it gives them to
+
+    @property
+    def start(self) -> int:
+        return self.extent[0]
+
+    @property
+    def stop(self) -> int:
+        return self.extent[1]
 
 
 @sendable
@@ -124,7 +131,7 @@ def _not_passed(
     """Return what ranks need beside what comes together with other nodes."""
     coming: dict[str, list[Extent]] = {}
     for _, piece in passed:
-        coming.setdefault(piece.file, []).append((piece.start, piece.stop))
+        coming.setdefault(piece.file, []).append(piece.extent)
     others = {file: merged(extents, 1) for file, extents in coming.items()}
     return {
         rank: {
@@ -160,7 +167,7 @@ class _Shares:
 
     def read(self, file: str, extent: Extent, ranks: Sequence[int]) -> None:
         """Have one rank read these bytes for all that need them."""
-        self.bring(min(ranks, key=self._read.__getitem__), Piece(file, *extent), ranks)
+        self.bring(min(ranks, key=self._read.__getitem__), Piece(file, extent), ranks)
 
     def bring(self, by: int, piece: Piece, ranks: Sequence[int]) -> None:
         """Have a rank of this node get a piece, and give it to the others that need it."""
@@ -169,7 +176,7 @@ class _Shares:
         done[by] += piece.stop - piece.start
         self._pieces[by].append(piece._replace(to=piece.to + others))
         for rank in others:
-            self._pieces[rank].append(Piece(piece.file, piece.start, piece.stop, by))
+            self._pieces[rank].append(Piece(piece.file, piece.extent, by))
 
     def send(self, to_send: list[_Sending], edges: Edges) -> None:
         """Have these bytes sent, from another segment on than other nodes begin with."""
@@ -185,8 +192,8 @@ class _Shares:
             for extent in [whole] if is_small else cut(whole, edges(file), most):
                 by = min(ranks, key=self._received.__getitem__)
                 sender = self._sender(holding, extent[1] - extent[0])
-                self._pieces.setdefault(sender, []).append(Piece(file, *extent, None, (by,)))
-                self.bring(by, Piece(file, *extent, sender), ranks)
+                self._pieces.setdefault(sender, []).append(Piece(file, extent, None, (by,)))
+                self.bring(by, Piece(file, extent, sender), ranks)
 
     def _sender(self, holding: Sequence[int], nbytes: int) -> int:
         """Return the rank, of those that have the bytes, that has sent least by now."""
@@ -295,11 +302,11 @@ def dealt(
             # A reader sends to one rank of each other node.
             getting = {of: nodes[of][turn % len(nodes[of])] for of in leaders if of != home}
             found.append(
-                (reader, Piece(file, start, stop, None, tuple(getting.values())))
+                (reader, Piece(file, (start, stop), None, tuple(getting.values())))
                 if home == leader
-                else (getting[leader], Piece(file, start, stop, reader))
+                else (getting[leader], Piece(file, (start, stop), reader))
             )
-    return sorted(found, key=lambda one: one[1][:3])
+    return sorted(found, key=lambda one: one[1][:2])
 
 
 def _cut_up(of_spans: Sequence[JointSpan], edges: Edges) -> Iterator[tuple[str, int, int]]:

@@ -48,8 +48,8 @@ def _passes_on_with_few_threads() -> tuple[str, float, int]:
 
     share = LoadShare(
         pieces=[
-            Piece(f"of {rank}", 0, _NBYTES, None, (1 - rank,)),
-            Piece(f"of {1 - rank}", 0, _NBYTES, 1 - rank),
+            Piece(f"of {rank}", (0, _NBYTES), None, (1 - rank,)),
+            Piece(f"of {1 - rank}", (0, _NBYTES), 1 - rank),
         ]
     )
     memory: Any = _Memory()

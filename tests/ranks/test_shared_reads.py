@@ -148,8 +148,8 @@ def _played(
             assert all(needs[to].node == needs[rank].node for to in one.to) or one.origin is None
     for rank, part in enumerate(parts):
         for to, other in enumerate(parts):
-            given = [one[:3] for one in part.pieces if to in one.to]
-            assert given == [one[:3] for one in other.pieces if one.origin == rank], (
+            given = [one[:2] for one in part.pieces if to in one.to]
+            assert given == [one[:2] for one in other.pieces if one.origin == rank], (
                 "messages between two ranks have no names but their order"
             )
     for rank, need in enumerate(needs):

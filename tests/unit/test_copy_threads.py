@@ -61,7 +61,7 @@ def _worker(ranks: _Ranks) -> Worker:
         slots={},
         own_slot=None,
         timeout=0.4,
-        sharing=None,
+        stale=(),
     )
     slots: Any = None
     return _SlowWorker(memory, slots, task, threading.Event())

@@ -31,7 +31,7 @@ _VALUES = st.recursive(
         | st.dictionaries(_KEYS, inner)
         | st.frozensets(_KEYS)
         | st.builds(Ballot, st.binary(), st.text(), st.booleans(), st.integers(), st.none())
-        | st.builds(Piece, st.text(), st.integers(), st.integers(), st.none(), st.just((1, 2)))
+        | st.builds(Piece, st.text(), st.tuples(*[st.integers()] * 2), st.none(), st.just((1, 2)))
     ),
     max_leaves=30,
 )
