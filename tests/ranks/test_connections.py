@@ -412,6 +412,7 @@ def _leaves_a_child_behind(told: str) -> float:
     if dist.get_rank() == 1:
         child = os.fork()
         if not child:
+            os.setsid()  # else it is ended with the rank's group
             Path(told).write_text(str(os.getpid()))
             time.sleep(SOON * 2)
             os._exit(0)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import dcp_mem
 import dcp_mem.loading.load as load_module
 from dcp_mem import CheckpointNotFound, RankFailed, UntrustedObject
-from dcp_mem.format import catalog_conversion
+from dcp_mem.format import catalog, catalog_conversion
 from dcp_mem.format.metadata_by_entry import EntryStorageData
 from dcp_mem.planning import global_plan
 from tests.support.checkpoints.jobs import Job, make_state, number_of
@@ -583,15 +583,14 @@ def _load_by_own_planner(job: Job) -> int:
 
 def _save_as_large_jobs(job: Job) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for limit in ("_LARGE", "_ALIKE"):
-            patch.setattr(global_plan, limit, 0)
+        patch.setattr(global_plan, "_ITEMS_AT_ONCE", 1)
         _save(job, "rows")
 
 
 def _load_by_entries(job: Job, sharding: str) -> None:
     state = _state(sharding, filled=False)
     with pytest.MonkeyPatch.context() as patch, job.reader() as reader:
-        patch.setattr(catalog_conversion, "_MOST_ROWS", -1)
+        patch.setattr(catalog, "_MANY_ROWS", -1)
         patch.setattr(catalog_conversion, "_FEW_ROWS_OF_ENTRY", -1)
         dcp.load(state, storage_reader=reader, planner=Upside())
         assert isinstance(reader.read_metadata().storage_data, EntryStorageData)

@@ -280,7 +280,7 @@ def _killed_after(
 ) -> list[_Life]:
     """The life of each rank of a job that resumes, trains up to a step, and is killed."""
     with (
-        pytest.raises(AssertionError, match="exit code -9"),
+        pytest.raises(AssertionError, match="SIGKILL"),
         forking(_die_after, ranks, root, url, last, action, notes) as running,
     ):
         running.join()

@@ -360,7 +360,7 @@ def _is_interrupted_at(job: Job, part: str, step: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "step"),
-    [("_agent", "stop"), ("memory", "sweep"), ("memory", "drop_free_slots"), ("catalogs", "clear")],
+    [("agent", "stop"), ("memory", "sweep"), ("memory", "drop_free_slots"), ("catalogs", "clear")],
 )
 def test_a_close_that_is_interrupted_later_gives_everything_back(
     memory_job: Job, part: str, step: str

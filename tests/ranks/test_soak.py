@@ -90,7 +90,7 @@ def test_hundreds_of_saves_and_random_kills_never_lose_or_mix_a_checkpoint(
             try:
                 ranks.join(timeout=120)
             except AssertionError as error:
-                if not armed or f"exit code -{signal.SIGKILL:d}" not in str(error):
+                if not armed or "SIGKILL" not in str(error):
                     raise
                 killed += 1
         if chance.random() < 0.4:

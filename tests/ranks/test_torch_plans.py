@@ -103,7 +103,7 @@ def _says_so_and_fails_together(places: Places) -> tuple[list[str], list[str]]:
         saving = dcp_mem.async_save(
             _state(4), checkpoint_id="4", storage_writer=writer, overlap=optimizer
         )
-    assert saving.done()  # `close` has waited for it
+    saving.result(timeout=60)  # `close` has not come into the middle of it
     assert_same(_state(4), places.load("memory", "4", blank_of(_state(4))))
     assert_same(_state(1), places.load("memory", "1", blank_of(_state(1))))
     with pytest.raises(ConfigError, match="DCP_MEM_TORCH_PLANS=1 forbids"):

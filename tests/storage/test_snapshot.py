@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from dcp_mem.config import Settings
-from dcp_mem.operations import inventory
 from dcp_mem.operations.inventory import list_checkpoints
 from dcp_mem.options import settings
-from dcp_mem.storage import Entry, Storage, snapshot
+from dcp_mem.storage import Entry, Storage, routes, snapshot
 from dcp_mem.storage.routes import open_storage
 from dcp_mem.storage.snapshot import FileCache, Snapshot
 from tests.support.checkpoints.jobs import Job, save
@@ -39,7 +38,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
         opened.append(Counted(open_storage(*arguments)))
         return opened[-1]
 
-    monkeypatch.setattr(inventory, "open_storage", opening)
+    monkeypatch.setattr(routes, "open_storage", opening)
     return opened
 
 
