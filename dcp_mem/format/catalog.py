@@ -195,24 +195,27 @@ class Catalog:
 
     @cached_property
     def offset(self) -> Ints:
-        return self._boxes_at(self.offset_runs[self.entry_of_row()], self._row)
+        entry, row = self._places_of_rows
+        return self._boxes_at(self.offset_runs[entry], row)
 
     @cached_property
     def extent(self) -> Ints:
-        return self._boxes_at(self.extent_runs[self.entry_of_row()], self._row)
+        entry, row = self._places_of_rows
+        return self._boxes_at(self.extent_runs[entry], row)
 
     @cached_property
     def writer(self) -> Ints:
-        return self.places.at(self.writer_runs[self.entry_of_row()], self._row)
+        entry, row = self._places_of_rows
+        return self.places.at(self.writer_runs[entry], row)
 
     @cached_property
     def number(self) -> Ints:
-        return self.numbers_at(self.entry_of_row(), self._row)
+        return self.numbers_at(*self._places_of_rows)
 
-    @property
-    def _row(self) -> Ints:
-        """Of each row, which of its entry's rows it is."""
-        return counted(np.diff(self.first))
+    @cached_property
+    def _places_of_rows(self) -> tuple[Ints, Ints]:
+        """Of each row, its entry, and which of that entry's rows it is."""
+        return self.entry_of_row(), counted(np.diff(self.first))
 
     def rows(self) -> Rows:
         """Return all rows."""
