@@ -31,8 +31,8 @@ _TRANSPORTS = "dcp_mem.transports"
 """The group of entry points that connect two ranks; ours need no installed metadata."""
 _OUR_TRANSPORTS = {
     "auto": "dcp_mem.nixl:connect_by_cards",
-    "gloo": "dcp_mem.comm.transports:GlooChannel",
     "nixl": "dcp_mem.nixl:connect",
+    "tcp": "dcp_mem.comm.tcp_channel:TcpChannel",
 }
 _SECRET_IN_URL = re.compile(r"^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)=", re.IGNORECASE)
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -114,7 +114,7 @@ class Settings:
     # what to do about a checkpoint with values that aren't finite, once it is complete
     on_nonfinite: OnNonfinite = "ignore"
     reuse_stored: bool = True  # whether what storage has already isn't sent again
-    transport: str = "gloo"  # what moves bytes between nodes
+    transport: str = "tcp"  # what moves bytes between nodes
     # what is made of checkpoints for other programs, behind training
     export: ExportOrder | None = None
     # mode of files in a directory on storage; None: as the umask has it

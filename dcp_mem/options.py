@@ -72,9 +72,9 @@ class PlaceOptions(TypedDict, total=False):
             or SLURM_JOB_ID.
         storage_options: Passed to fsspec as they are. They reach the agent over a pipe, and are
             never written down.
-        transport: What moves bytes between nodes: "gloo"; "nixl" (RDMA, or the memory of one
-            machine), or gloo where that doesn't work; "auto", which is nixl where both nodes have a
-            card that does RDMA; or another package's. Default DCP_MEM_TRANSPORT, else "gloo". The
+        transport: What moves bytes between nodes: "tcp"; "nixl" (RDMA, or the memory of one
+            machine), or TCP where that doesn't work; "auto", which is nixl where both nodes have a
+            card that does RDMA; or another package's. Default DCP_MEM_TRANSPORT, else "tcp". The
             same on all ranks.
     """
 
@@ -353,8 +353,9 @@ def _failure_domain(given: str | Callable[[], str] | None) -> str:
 
 
 def _transport(given: str | None) -> str:
-    choice = given if given is not None else os.environ.get("DCP_MEM_TRANSPORT") or "gloo"
-    return transport_point(choice).name
+    choice = given if given is not None else os.environ.get("DCP_MEM_TRANSPORT") or "tcp"
+    # Its name while gloo carried the bytes.
+    return transport_point("tcp" if choice == "gloo" else choice).name
 
 
 def _keep_memory(given: int | Retention) -> Retention:

@@ -120,7 +120,7 @@ CASES = (
     Case("replication.deciding", "how long decisions of jobs of up to 16,384 ranks take"),
     Case("replication.connections", "sockets, connecting and agreement of up to 128 processes"),
     Case("replication.many", "saves, copies and recoveries of up to 192 processes, a node lost"),
-    Case("replication.transports", "CPU of moving bytes by gloo, NIXL and plain sockets"),
+    Case("replication.transports", "CPU of moving bytes by TCP, NIXL and plain gloo"),
     Case("scaling.model", "the tables of docs/scaling.md"),
 )
 

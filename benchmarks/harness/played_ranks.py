@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dcp_mem.comm import relay
-from dcp_mem.comm.collectives import Message
 from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.common.sendable import encoded
 from dcp_mem.common.values import Segment
@@ -141,11 +140,7 @@ class ManyRanks:
         self.calls["scatter"] += 1
         return relay.scatter(self._place.wire, self._place.tree, values)
 
-    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        assert not outgoing
-        assert not incoming
-
-    def end_swaps(self) -> None:
+    def look(self) -> None:
         return
 
     def route(self, values: Mapping[int, T]) -> list[tuple[int, T]]:
@@ -159,7 +154,7 @@ class ManyRanks:
         raise NotImplementedError("nothing is replicated here")
 
     def channel(
-        self, sender: int, receiver: int, once: str = "", transport: str = "gloo"
+        self, sender: int, receiver: int, once: str = "", transport: str = "tcp"
     ) -> Channel:
         raise NotImplementedError("nothing is replicated here")
 

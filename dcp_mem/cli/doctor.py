@@ -41,7 +41,7 @@ _COLORS = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold r
 )
 @click.option(
     "--transport",
-    metavar="[auto|gloo|nixl|…]",
+    metavar="[auto|nixl|tcp|…]",
     help="With --peers: also try and measure what copies go by.",
 )
 def command(common: CommonOptions, is_of_peers: bool, transport: str | None) -> int:

@@ -10,7 +10,7 @@ order:
     greetings     how a connection begins: proofs that both ends are of one job
     peers, wire   TCP connections to those ranks that this rank talks to, and messages over them
     job_ranks     `Ranks` over these connections; `ranks_of` finds or makes them
-    transports    a connection of two ranks for many bytes: over gloo, or by what is plugged in
+    transports    a connection of two ranks for many bytes, by whatever moves them
     control_line  small frames over TCP, for what is plugged in
     transfer      checked transfer of many bytes over a channel
     notices       messages to all ranks at any time, through the store

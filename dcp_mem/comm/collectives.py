@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
-Message = tuple[int, memoryview]
-"""The rank that bytes go to or come from, and the memory that they are read from or written to."""
 Share = Callable[[Sequence[T]], Sequence[T]]
 """Makes equal parts of several values the same object, so that they are sent, and kept, once."""
 
@@ -115,6 +113,13 @@ class Ranks(Protocol):
             why: The reason, for people.
         """
 
+    def look(self) -> None:
+        """Look whether a rank is known to be gone; called about once a second by who waits for one.
+
+        Raises:
+            PeerLost: One is.
+        """
+
     def set_nodes(self, nodes: Sequence[str]) -> None:
         """Relay values by way of each node's first rank from now on.
 
@@ -181,19 +186,6 @@ class Ranks(Protocol):
             data: Rank 0's bytes; ignored on the other ranks.
         """
 
-    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        """Send and receive bytes straight from and into memory.
-
-        Any two ranks list the messages between them in the same order, with the same lengths.
-
-        Args:
-            outgoing: What this rank sends.
-            incoming: What this rank receives.
-        """
-
-    def end_swaps(self) -> None:
-        """Close the connections that swaps have made; called on all ranks behind the same swap."""
-
     def dedicated(self, purpose: str, seconds: float, variable: str, call: str = "") -> Ranks:
         """Return the same ranks on connections of their own, for a thread that works beside saves.
 
@@ -209,7 +201,7 @@ class Ranks(Protocol):
         """
 
     def channel(
-        self, sender: int, receiver: int, once: str = "", transport: str = "gloo"
+        self, sender: int, receiver: int, once: str = "", transport: str = "tcp"
     ) -> Channel:
         """Return the channel from one rank to another, connecting it where there is none.
 
@@ -239,6 +231,9 @@ class SingleRank:
     def leave(self, why: str) -> None:
         return
 
+    def look(self) -> None:
+        return
+
     def set_nodes(self, nodes: Sequence[str]) -> None:
         return
 
@@ -266,16 +261,10 @@ class SingleRank:
     def tell_leaders(self, data: bytes) -> Any:
         return data
 
-    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        return
-
-    def end_swaps(self) -> None:
-        return
-
     def dedicated(self, purpose: str, seconds: float, variable: str, call: str = "") -> Ranks:
         return self
 
     def channel(
-        self, sender: int, receiver: int, once: str = "", transport: str = "gloo"
+        self, sender: int, receiver: int, once: str = "", transport: str = "tcp"
     ) -> Channel:
         raise RuntimeError(f"rank {self.rank} is alone")

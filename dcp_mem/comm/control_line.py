@@ -11,11 +11,13 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
 from dcp_mem.comm.greetings import Door, greet
+from dcp_mem.comm.peers import tuned
+from dcp_mem.comm.timed_store import LOOK_SECONDS
 
 _HEAD = struct.Struct("<BQI")
 MOST_NBYTES = 1 << 20
@@ -41,7 +43,6 @@ class ControlLine:
 
     def __init__(self, connection: socket.socket) -> None:
         """Take over a connection."""
-        connection.setblocking(False)
         self._connection = connection
         self._outgoing = deque[memoryview]()
         self._incoming = bytearray()
@@ -139,33 +140,38 @@ class ControlLine:
         self._connection.close()
 
 
-def dialled(address: tuple[str, int], token: bytes, deadline: float) -> socket.socket:
+def dialled(
+    address: tuple[str, int],
+    token: bytes,
+    deadline: float,
+    look: Callable[[], None] = lambda: None,
+) -> socket.socket:
     """Return a connection to a peer that listens, and has proved that it is of this job.
 
-    `deadline`: until when to wait, in seconds of the monotonic clock. Raises RuntimeError.
+    `deadline`: until when to wait, in seconds of the monotonic clock. `look`: called about once a
+    second meanwhile; raises where waiting is in vain. Raises RuntimeError.
     """
     try:
         connection = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greet(connection, address, token, 0, deadline)
+        greet(connection, address, token, 0, deadline, look)
     except OSError as error:
         raise RuntimeError(
             f"can't be reached at {address[0]}, port {address[1]}: {error}"
         ) from None
-    return connection
+    return tuned(connection)
 
 
-def accepted(door: Door, deadline: float) -> socket.socket:
-    """Return the first connection that greets as one of this job.
+def accepted(door: Door, deadline: float, look: Callable[[], None] = lambda: None) -> socket.socket:
+    """Return the first connection that greets as one of this job; arguments as of `dialled`.
 
-    `deadline`: until when to wait, in seconds of the monotonic clock. Raises RuntimeError.
+    Raises RuntimeError.
     """
     while (left := deadline - time.monotonic()) > 0:
         try:
-            come = door.welcome(left)
+            come = door.welcome(min(left, LOOK_SECONDS))
         except OSError as error:
             raise RuntimeError(f"no connection can be accepted: {error}") from None
         if come is not None:
-            come[1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return come[1]
+            return tuned(come[1])
+        look()
     raise RuntimeError("the peer has not connected in time")

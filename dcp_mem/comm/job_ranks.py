@@ -5,7 +5,7 @@ at the same time. Our ranks meet in the default store and aren't registered with
 So connecting them in a background thread (`dcp.async_save`) can't disturb the order in which the
 training script makes its groups.
 
-A rank connects to its parent and children in the tree, and to those with which it swaps bytes.
+A rank connects to its parent and children in the tree.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from dcp_mem.comm import relay
 from dcp_mem.comm.addresses import check_open_files
-from dcp_mem.comm.collectives import Channel, Join, Message, Ranks, Share, SingleRank
+from dcp_mem.comm.collectives import Channel, Join, Ranks, Share, SingleRank
 from dcp_mem.comm.peers import PeerLost, Peers
-from dcp_mem.comm.timed_store import BorrowedStore, PolledStore, TimedStore, own_connection
+from dcp_mem.comm.timed_store import BorrowedStore, MeetingPlace, TimedStore, own_connection
 from dcp_mem.comm.transports import Pair, connected
 from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.comm.waits import Waits
@@ -99,9 +99,8 @@ class JobRanks:
         self._count, self._call = 0, ""
         self._has_met = False
         self._nodes: tuple[str, ...] | None = None
-        self._layouts = self._swaps = 0  # how many trees, and times of swaps, there were
+        self._layouts = 0  # how many trees there were
         self._in_tree: Peers | None = None
-        self._swapping: Peers | None = None
         self._failed: tuple[str, Sequence[tuple[int, str]]] | None = None  # in the call under way
         self._was_silent = False  # a rank, on a channel of the call under way
         self._tree = self._flat_tree()
@@ -139,18 +138,6 @@ class JobRanks:
     def tell_leaders(self, data: bytes) -> Any:
         return self._guarded("broadcast", lambda wire: relay.tell_leaders(wire, self._tree, data))
 
-    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        self._guarded(
-            "swap",
-            lambda wire: wire.swap(outgoing, incoming, self._timeout.total_seconds()),
-            swaps=True,
-        )
-
-    def end_swaps(self) -> None:
-        if self._swapping is not None:
-            self._swapping.close()
-            self._swapping = None
-
     def dedicated(self, purpose: str, seconds: float, variable: str, call: str = "") -> Ranks:
         default = default_store()
         key = (purpose, weakref.ref(default), *self._members)
@@ -167,7 +154,7 @@ class JobRanks:
         return ranks
 
     def channel(
-        self, sender: int, receiver: int, once: str = "", transport: str = "gloo"
+        self, sender: int, receiver: int, once: str = "", transport: str = "tcp"
     ) -> Channel:
         if once:
             return self._connected(sender, receiver, f"{once}/", transport)
@@ -178,13 +165,21 @@ class JobRanks:
 
     def _connected(self, sender: int, receiver: int, prefix: str, transport: str) -> Channel:
         name = f"{self._name}/{self._generation}/{prefix}{sender}-{receiver}"
-        seconds = self._timeout.total_seconds()
-        store = PolledStore(self._timed_store, seconds, f"{name}/")
-        is_sender = self.rank == sender
         return connected(
             transport,
-            Pair(store=store, is_sender=is_sender, seconds=seconds, on_silence=self._note_silence),
+            Pair(
+                store=MeetingPlace(self._timed_store, f"{name}/", self.look),
+                is_sender=self.rank == sender,
+                seconds=self._timeout.total_seconds(),
+                on_silence=self._note_silence,
+            ),
         )
+
+    def look(self) -> None:
+        if (in_tree := self._in_tree) is not None:
+            in_tree.look()
+        if self._others_gave_up() and (left := self._who_left(_LAST_SECONDS)):
+            raise PeerLost(left.rank, left.why)
 
     def _note_silence(self) -> None:
         self._was_silent = True
@@ -209,7 +204,7 @@ class JobRanks:
             self.close()
             self.cache.clear()
             self._nodes, self._tree = None, self._flat_tree()
-            self._layouts = self._swaps = 0  # some ranks may have failed before they counted
+            self._layouts = 0  # some ranks may have failed before they counted
             # A quick rank may have left the very call that begins here.
             if left is not None and left.call == self._call:
                 raise RankFailed("the call", [left[:2]])
@@ -226,12 +221,8 @@ class JobRanks:
         self.close()
 
     def close(self) -> None:
-        """Close all connections, and the channels.
-
-        Gloo's threads must end while the interpreter still runs, or they may abort the process.
-        """
+        """Close all connections, and the channels."""
         self._has_met = False
-        self.end_swaps()
         self._leave_tree()
         self._channels.clear()  # a thread that still uses one goes on
 
@@ -255,7 +246,7 @@ class JobRanks:
     def _broken_key(self) -> str:
         return f"{self._name}/{self._generation}/broken"
 
-    def _guarded(self, what: str, act: Callable[[TcpWire], T], *, swaps: bool = False) -> T:
+    def _guarded(self, what: str, act: Callable[[TcpWire], T]) -> T:
         if self._failed is not None:
             raise RankFailed(*self._failed)
         # Not at once: other ranks may be busy for a while, and the silent one behind a bad cable.
@@ -265,7 +256,7 @@ class JobRanks:
         try:
             if self._was_silent and self._others_gave_up():
                 raise RuntimeError("other ranks have given up meanwhile")
-            found = act(self._wire(deadline, swaps=swaps))
+            found = act(self._wire(deadline))
         except ConfigError as error:  # roots that differ: ranks that talk to this one wait in vain
             self.leave(str(error))
             raise
@@ -308,13 +299,8 @@ class JobRanks:
             log.warning("%s", RankFailed(what, [left[:2]]))
         return what, [left[:2]]
 
-    def _wire(self, deadline: float, *, swaps: bool) -> TcpWire:
+    def _wire(self, deadline: float) -> TcpWire:
         margin = min(_MARGIN_SHARE * self._timeout.total_seconds(), _MOST_MARGIN)
-        if swaps:
-            if self._swapping is None:
-                self._swaps += 1
-                self._swapping = self._peers(f"swaps {self._swaps}")
-            return TcpWire(self._swapping, self.rank, deadline, look=self._look)
         if self._in_tree is None:
             self._in_tree = self._peers(f"layout {self._layouts}")
         return TcpWire(self._in_tree, self.rank, deadline, margin * self._tree.depth, self._look)

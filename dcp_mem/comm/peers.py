@@ -6,9 +6,6 @@ tree has as many connections, whatever the number of ranks, and the store has on
 listens.
 
 A connection opens with a greeting, by which both ranks prove that they belong to the job.
-
-Gloo's groups connect every rank with every other one, at once; gloo's lazy groups, from torch 2.8
-on, still look up every rank's address.
 """
 
 from __future__ import annotations
@@ -23,10 +20,8 @@ from weakref import WeakSet
 
 from dcp_mem.comm.addresses import is_out_of_files, listening_socket
 from dcp_mem.comm.greetings import Door, greet
-from dcp_mem.comm.timed_store import FIRST_PAUSE, LONGEST_PAUSE, TimedStore
+from dcp_mem.comm.timed_store import FIRST_PAUSE, LONGEST_PAUSE, LOOK_SECONDS, TimedStore
 
-_LOOK_SECONDS = 1.0
-"""How often a rank that waits for a connection looks whether the others have given up."""
 _GRACE_SECONDS = 5.0
 """How long an address where nobody answers may be one of before a restart, in the same store."""
 _KEEPALIVE = {
@@ -35,6 +30,9 @@ _KEEPALIVE = {
     socket.TCP_KEEPCNT: 8,
 }
 """A peer's machine that is gone without a word is noticed within three minutes."""
+
+
+ENDED = "its connection has closed: the process has ended, or has left the call"
 
 
 class PeerLost(RuntimeError):
@@ -85,6 +83,21 @@ class Peers:
                     raise RuntimeError(f"connecting to rank {missing[0]}: {error}") from None
                 raise
         return [self._sockets[rank] for rank in ranks]
+
+    def look(self) -> None:
+        """Look whether a connection has closed, and nothing is left to read of it.
+
+        Raises PeerLost.
+        """
+        for rank, connection in list(self._sockets.items()):
+            try:
+                is_there = bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                continue
+            except OSError:
+                is_there = False
+            if not is_there:
+                raise PeerLost(rank, ENDED)
 
     def close(self) -> None:
         """Close all connections; what has been sent still arrives."""
@@ -148,7 +161,7 @@ class Peers:
         except OSError as error:
             where = f"{host}, port {port}"
             raise PeerLost(rank, f"its connection has closed at {where}: {error}") from None
-        return _tuned(connection)
+        return tuned(connection)
 
     def _address_of(self, rank: int, deadline: float) -> bytes:
         """Return what a rank has put into the store; wait for it."""
@@ -158,7 +171,7 @@ class Peers:
             if _now() >= deadline:
                 raise PeerLost(rank, "it has not come to this call in time")
             self._look(rank)
-            if _now() - looked >= _LOOK_SECONDS:
+            if _now() - looked >= LOOK_SECONDS:
                 self._check_that_none_has_given_up()
                 looked = _now()
             time.sleep(pause)
@@ -174,12 +187,12 @@ class Peers:
                 raise PeerLost(missing[0], "it has not come to this call in time")
             self._look(missing[0])
             assert self._door is not None
-            come = self._door.welcome(min(left, _LOOK_SECONDS))
+            come = self._door.welcome(min(left, LOOK_SECONDS))
             if come is not None and come[0] in missing:
-                self._sockets[come[0]] = _tuned(come[1])
+                self._sockets[come[0]] = tuned(come[1])
             elif come is not None:
                 come[1].close()
-            if _now() - looked >= _LOOK_SECONDS:
+            if _now() - looked >= LOOK_SECONDS:
                 self._check_that_none_has_given_up()
                 looked = _now()
 
@@ -196,8 +209,8 @@ def _now() -> float:
     return time.monotonic()
 
 
-def _tuned(connection: socket.socket) -> socket.socket:
-    """Return a connection that sends small messages at once and notices a machine that is gone."""
+def tuned(connection: socket.socket) -> socket.socket:
+    """Have a connection not block, send small messages at once, and notice a lost machine."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -10,9 +10,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -22,6 +21,8 @@ from dcp_mem.common.background import KeptThread
 T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.5
 """Seconds between two looks for a key that isn't there yet; each is twice the one before."""
+LOOK_SECONDS = 1.0
+"""How often a rank that waits for another one looks whether that is in vain."""
 
 
 class TimedCalls:
@@ -137,44 +138,42 @@ class TimedStore:
         )
 
 
-class PolledStore(dist.Store):
-    """A store for what waits for keys, over the connection of a `TimedStore`.
+class MeetingPlace:
+    """Where two ranks leave each other what they need to connect, in the store of the job.
 
-    Torch looks up the name of each new connection's address, on both ends; where the network has no
+    It asks time and again: who waits for a key blocks whoever shares the connection. And torch
+    looks up the name of each new connection's address, on both ends; where the network has no
     answer to that, it takes seconds. So what connects for a moment shares a connection.
     """
 
-    def __init__(self, store: TimedStore, seconds: float, prefix: str) -> None:
-        super().__init__()
-        self._store, self._seconds, self._prefix = store, seconds, prefix
+    def __init__(
+        self, store: TimedStore, prefix: str, look: Callable[[], None] = lambda: None
+    ) -> None:
+        """Describe it.
+
+        `look`: called about once a second while a rank waits; raises where that is in vain.
+        """
+        self._store, self._prefix, self.look = store, prefix, look
 
     def set(self, key: str, value: str) -> None:
         """Set a key's value."""
         self._store.set(self._prefix + key, value)
 
-    def get(self, key: str) -> bytes:
-        """Wait for a key; return its value."""
-        self.wait([key])
-        return self._store.get(self._prefix + key)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether the store has all of these keys."""
-        return all(self._store.check(self._prefix + key) for key in keys)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys.
+    def get(self, key: str, deadline: float) -> bytes:
+        """Return a key's value; wait for it, until this second of the monotonic clock.
 
         Raises RuntimeError.
         """
-        seconds = self._seconds if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + seconds
-        for key in keys:
-            pause = FIRST_PAUSE
-            while not self.check([key]):
-                if time.monotonic() >= deadline:
-                    raise RuntimeError(f"nobody has set {key!r} in {seconds:.0f} s")
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+        pause, looked = FIRST_PAUSE, time.monotonic()
+        while not self._store.check(self._prefix + key):
+            if time.monotonic() >= deadline:
+                raise RuntimeError("the peer has not come in time")
+            if time.monotonic() - looked >= LOOK_SECONDS:
+                self.look()
+                looked = time.monotonic()
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return self._store.get(self._prefix + key)
 
 
 def own_connection(store: dist.Store, seconds: float) -> dist.Store:

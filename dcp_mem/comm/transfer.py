@@ -7,8 +7,7 @@ Every transfer of many bytes between two ranks goes by this protocol:
     receiver -> sender   per chunk: one byte, whether the chunk is right or is to be sent again
 
 A few chunks are in flight at a time, and only the network copies their bytes. Both ranks always
-wait for messages of the other: gloo (torch 2.6 to 2.13) reports at once that the peer is gone where
-a rank waits for a message, but not where a message has been sent or received in part.
+wait for messages of the other: so they learn at once that it is gone, over any transport.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import DcpMemError
 
 CHUNK = 16 << 20
-"""Bytes of a chunk that is received in place; smaller ones cost gloo more than they carry."""
+"""Bytes of a chunk that is received in place; smaller ones cost more than they carry."""
 _IN_FLIGHT = 4
 _GREETING = 512
 _TRIES = 3
@@ -144,7 +143,7 @@ def receive(
     DcpMemError, RuntimeError.
     """
     in_flight = deque[_Expected]()
-    answers: list[PendingMessage] = []  # gloo drops a message that isn't held
+    answers: list[PendingMessage] = []
     refuse(channel, "")
     try:
         for chunk in chunks:
@@ -159,8 +158,6 @@ def receive(
     except BaseException:
         channel.close()  # else a message that is under way could still be written
         raise
-    finally:
-        in_flight.clear()  # gloo doesn't write to the memory of a message that isn't held
 
 
 class _Expected:
@@ -179,9 +176,8 @@ class _Expected:
 
 def _take(in_flight: deque[_Expected]) -> PendingMessage:
     """Wait for the first chunk, accept it if it is right, and answer; return the answer."""
-    first = in_flight[0]  # held while its messages come
+    first = in_flight.popleft()
     is_right = first.is_right()
-    in_flight.popleft()
     nbytes = len(first.chunk.data)
     if is_right:
         first.chunk.accept()

@@ -1,7 +1,6 @@
 """Messages between a rank and its peers, over TCP connections.
 
-A message is its length, in eight bytes, and its bytes. `swap` sends bytes alone, since both ranks
-know their lengths.
+A message is its length, in eight bytes, and its bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dcp_mem.comm.collectives import Message
-from dcp_mem.comm.peers import PeerLost, Peers
+from dcp_mem.comm.peers import ENDED, PeerLost, Peers
+from dcp_mem.comm.timed_store import LOOK_SECONDS
 
 LENGTH_NBYTES = 8
 """Bytes in front of a message, which say how long it is."""
-_LOOK_SECONDS = 1.0
 MOST_NBYTES = 1 << 32
-"""Bytes of a message, at most; what `swap` sends is as long as the receiver says."""
+"""Bytes of a message, at most."""
 _MOST_VIEWS = 64
 """Buffers that one call sends."""
 
@@ -72,20 +70,6 @@ class TcpWire:
         self._move(messages, deadline)
         return [message.body for message in messages]
 
-    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message], stall: float) -> None:
-        """Send and receive bytes straight from and into memory; see `Ranks.swap`.
-
-        `stall`: the seconds that may pass without a byte; the whole may take as long as it takes.
-        """
-        sent, received = _by_rank(outgoing), _by_rank(incoming)
-        ranks = sorted(sent.keys() | received.keys())
-        connections = dict(self._connections(ranks, time.monotonic() + stall))
-        flows: list[_Flow] = [
-            _Incoming(rank, connections[rank], views) for rank, views in received.items()
-        ]
-        flows += [_Outgoing(rank, connections[rank], views) for rank, views in sent.items()]
-        self._move(flows, time.monotonic() + stall, stall)
-
     def _deadline_for(self, ranks: Sequence[int]) -> float:
         is_parent = bool(ranks) and ranks[0] < self._rank
         return self._deadline + (self._margin if is_parent else -self._margin)
@@ -95,8 +79,7 @@ class TcpWire:
     ) -> list[tuple[int, socket.socket]]:
         return list(zip(ranks, self._peers.connected(ranks, deadline), strict=True))
 
-    def _move(self, flows: Sequence[_Flow], deadline: float, stall: float = 0.0) -> None:
-        """Move all bytes; each time that some have moved, the deadline is `stall` seconds away."""
+    def _move(self, flows: Sequence[_Flow], deadline: float) -> None:
         waiting: defaultdict[int, list[_Flow]] = defaultdict(list)
         for flow in flows:
             if not flow.advance():
@@ -106,7 +89,7 @@ class TcpWire:
             poller.register(descriptor, _events(of_one))
         while waiting:
             seconds = deadline - time.monotonic()
-            ready = poller.poll(math.ceil(min(max(seconds, 0.0), _LOOK_SECONDS) * 1000))
+            ready = poller.poll(math.ceil(min(max(seconds, 0.0), LOOK_SECONDS) * 1000))
             if not ready:
                 awaited = next(iter(waiting.values()))[0].rank
                 if seconds <= 0:
@@ -120,8 +103,6 @@ class TcpWire:
                 else:
                     del waiting[descriptor]
                     poller.unregister(descriptor)
-            if ready and stall:
-                deadline = time.monotonic() + stall
 
     def _silent(self, rank: int) -> PeerLost:
         seconds = time.monotonic() - self._began
@@ -178,28 +159,22 @@ class _Outgoing(_Flow):
 
 
 class _Incoming(_Flow):
-    """Bytes to receive: into buffers, one behind the other, or a message that says its length."""
+    """A message to receive."""
 
     events = select.POLLIN
 
-    def __init__(
-        self, rank: int, connection: socket.socket, views: Sequence[memoryview] | None = None
-    ) -> None:
+    def __init__(self, rank: int, connection: socket.socket) -> None:
         super().__init__(rank, connection)
         self.body = bytearray()
-        self._length = None if views is not None else bytearray(LENGTH_NBYTES)
-        self._views = (
-            [memoryview(self._length)]
-            if self._length is not None
-            else [view for view in views or () if len(view)]
-        )
+        self._length: bytearray | None = bytearray(LENGTH_NBYTES)
+        self._views = [memoryview(self._length)]
 
     def _moved(self) -> bool:
         while self._views:
             view = self._views[0]
             nbytes = self.connection.recv_into(view)
             if not nbytes:
-                raise self._closed("the process has ended, or has left the call")
+                raise PeerLost(self.rank, ENDED)
             if nbytes < len(view):
                 self._views[0] = view[nbytes:]
                 continue
@@ -222,10 +197,3 @@ def _events(flows: Sequence[_Flow]) -> int:
     for flow in flows:
         events |= flow.events
     return events
-
-
-def _by_rank(messages: Sequence[Message]) -> dict[int, list[memoryview]]:
-    found: defaultdict[int, list[memoryview]] = defaultdict(list)
-    for rank, view in messages:
-        found[rank].append(view.cast("B"))
-    return found

@@ -13,10 +13,12 @@ import os
 import socket
 import struct
 import threading
+import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from dcp_mem.comm.peers import PeerLost
+from dcp_mem.comm.timed_store import LOOK_SECONDS
 
 NEAR_CHUNK = 4 << 20
 """Bytes that are given at a time: enough to be worth it, and few enough for the cache."""
@@ -47,15 +49,24 @@ class Door:
         self._changed = threading.Condition()
         self._is_closed = False
 
-    def welcome(self, token: bytes, ranks: Collection[int], seconds: float) -> None:
+    def welcome(
+        self, token: bytes, ranks: Collection[int], seconds: float, look: Callable[[], None]
+    ) -> None:
         """Accept connections until all of these ranks have come.
 
-        `seconds`: how long to wait for one, and then for it to take more. Raises OSError.
+        `seconds`: how long to wait for one, and then for it to take more. `look`: called about once
+        a second meanwhile; raises where waiting is in vain. Raises OSError.
         """
-        awaited = set(ranks)
-        self._socket.settimeout(seconds)
+        awaited, deadline = set(ranks), time.monotonic() + seconds
+        self._socket.settimeout(LOOK_SECONDS)
         while awaited:
-            connection, _ = self._socket.accept()
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                look()
+                if time.monotonic() >= deadline:
+                    raise
+                continue
             rank = _welcomed(connection, token)
             if rank is None or rank not in awaited:
                 connection.close()

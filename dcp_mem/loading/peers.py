@@ -131,7 +131,8 @@ class PeerTransfer:
                 thread.join()
             if self._door is not None:
                 self._door.close()
-            self._close_channels()
+            for channel in self._channels:
+                channel.close()
 
     def raise_own(self) -> None:
         """Raise what went wrong on this rank."""
@@ -172,16 +173,6 @@ class PeerTransfer:
     def _raise_if_stopped(self) -> None:
         if self._has_stopped:
             raise _LoadFailed("the load has failed elsewhere")
-
-    def _close_channels(self) -> None:
-        """Close the channels in the background: gloo takes a while for each."""
-        channels, self._channels = self._channels, []
-        if not channels:
-            return
-        try:
-            threading.Thread(target=_close, args=(channels,), name="dcp_mem-end").start()
-        except RuntimeError:  # there can't be any more threads
-            _close(channels)
 
     # -- from storage ------------------------------------------------------------------------------
 
@@ -308,7 +299,8 @@ class PeerTransfer:
 
     def _welcome(self) -> None:
         assert self._door is not None
-        self._door.welcome(self._peers.token.encode(), self._numbers.keys(), exchange_timeout())
+        token, neighbours = self._peers.token.encode(), self._numbers.keys()
+        self._door.welcome(token, neighbours, exchange_timeout(), self._peers.ranks.look)
 
     def _give(self, piece: Piece, start: int, data: memoryview) -> None:
         """Give neighbours what this rank has got of a piece."""
@@ -372,8 +364,3 @@ def _as_own_error() -> Iterator[None]:
         yield
     except Exception as error:
         raise _OwnError(error) from error
-
-
-def _close(channels: Sequence[Channel]) -> None:
-    for channel in channels:
-        channel.close()

@@ -59,7 +59,7 @@ class LoadGroup:
     # for each segment, the ranks whose nodes have it in memory
     holders: Mapping[int, Sequence[int]] = field(default_factory=dict)
     # what moves bytes that one rank alone needs of another node
-    transport: str = "gloo"
+    transport: str = "tcp"
 
     def holding(self, file: str) -> Sequence[int]:
         """Return the ranks whose nodes have the segment in memory."""

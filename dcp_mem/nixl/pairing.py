@@ -15,14 +15,12 @@ import secrets
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 from dcp_mem.comm.addresses import listening_socket, rdma_devices
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.control_line import ControlLine, accepted, dialled
 from dcp_mem.comm.greetings import Door
-from dcp_mem.comm.timed_store import TimedCalls
 from dcp_mem.comm.transports import Pair, TransportUnusable
 from dcp_mem.nixl.agents import import_trouble
 from dcp_mem.nixl.channel import INLINE_NBYTES, NixlChannel
@@ -54,13 +52,14 @@ def _connected(pair: Pair, *, only_rdma: bool) -> Channel:
         _put(pair, own)
         peer = _peers(pair, deadline)
         _check(own, peer)
-        connection = dialled((peer.host, peer.port), bytes.fromhex(peer.token), deadline)
+        address, token = (peer.host, peer.port), bytes.fromhex(peer.token)
+        connection = dialled(address, token, deadline, pair.store.look)
     else:
         with closing(Door(listening_socket())) as door:
             host, port = door.address
             _put(pair, replace(own, host=host, port=port, token=door.token.hex()))
             _check(own, _peers(pair, deadline))
-            connection = accepted(door, deadline)
+            connection = accepted(door, deadline, pair.store.look)
     channel = NixlChannel(ControlLine(connection), min(pair.seconds / 2, _MOST_PROBE_SECONDS))
     try:
         _probe(channel)
@@ -128,24 +127,18 @@ def _check(own: _Offer, peer: _Offer) -> None:
 
 
 def _put(pair: Pair, offer: _Offer) -> None:
-    key, text = f"transport/{'sender' if pair.is_sender else 'receiver'}", json.dumps(asdict(offer))
-    TimedCalls(pair.seconds).do(lambda: pair.store.set(key, text))
+    pair.store.set(
+        f"transport/{'sender' if pair.is_sender else 'receiver'}", json.dumps(asdict(offer))
+    )
 
 
 def _peers(pair: Pair, deadline: float) -> _Offer:
     """Return the peer's offer."""
     key = f"transport/{'receiver' if pair.is_sender else 'sender'}"
-    seconds = max(deadline - time.monotonic(), 0.001)
-
-    def got() -> bytes:
-        pair.store.wait([key], timedelta(seconds=seconds))
-        return bytes(pair.store.get(key))
-
     try:
-        return _Offer(**json.loads(TimedCalls(seconds + 1.0).do(got)))
+        return _Offer(**json.loads(pair.store.get(key, deadline)))
     except Exception:
-        if time.monotonic() >= deadline - 0.1 * pair.seconds:
-            pair.on_silence()
+        pair.note_silence(deadline)
         raise
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dcp_mem.comm.addresses import rdma_devices
 from dcp_mem.comm.collectives import Channel, PendingMessage, Ranks
-from dcp_mem.comm.timed_store import own_connection
+from dcp_mem.comm.timed_store import MeetingPlace, TimedStore, own_connection
 from dcp_mem.comm.transports import Pair, TransportUnusable, transport
 from dcp_mem.common.sendable import sendable
 from dcp_mem.format.checksums import checksum
@@ -86,8 +86,8 @@ class _Ring:
 
     def _connected(self, sender: int, receiver: int, is_sender: bool) -> Channel | str:
         """Return this rank's end of a channel, or why there is none."""
-        own = own_connection(self.store, _TIMEOUT)
-        place = dist.PrefixStore(f"dcp_mem/doctor/{sender}-{receiver}", own)
+        own = TimedStore(own_connection(self.store, _TIMEOUT), _TIMEOUT)
+        place = MeetingPlace(own, f"dcp_mem/doctor/{sender}-{receiver}/", self.ranks.look)
         try:
             return transport(self.choice)(Pair(store=place, is_sender=is_sender, seconds=_TIMEOUT))
         except TransportUnusable as error:
@@ -144,11 +144,11 @@ class _Ring:
 def judge_transport(nodes: Sequence[NodeTransport], choice: str) -> Iterator[Check]:
     """Yield a check for each thing that the nodes' figures tell."""
     yield _cards(nodes)
-    if choice != "gloo":
+    if choice != "tcp":
         yield _locked_memory(nodes)
     troubles = [node for node in nodes if node.trouble]
     if troubles:
-        found = f"{choice} doesn't work between all nodes: copies go over gloo there"
+        found = f"{choice} doesn't work between all nodes: copies go over TCP there"
         worst = Severity.WARN if choice == "auto" else Severity.FAIL
         yield judged("transport", found, f"{named(troubles)}: {troubles[0].trouble}", worst)
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,7 +130,7 @@ class Worker:
             self._keep_checksums()
             return (
                 *self._failures,
-                *((rank, f"agreeing: {plain(text)}") for rank, text in error.failures),
+                *((rank, f"agreeing: {text}") for rank, text in error.failures),
             )
 
     def _guarded(self, what: str, act: Callable[[], None]) -> None:
@@ -140,7 +139,7 @@ class Worker:
             act()
         except Exception as error:
             self._failures.append(
-                (self._rank, f"{what}: {type(error).__name__}: {plain(str(error))}")
+                (self._rank, f"{what}: {type(error).__name__}: {str(error).splitlines()[0][:300]}")
             )
 
     # -- 1. sending and receiving ------------------------------------------------------------------
@@ -372,9 +371,3 @@ class Worker:
         for incoming in self._incoming:
             incoming.close()
         self._outgoing.close()
-
-
-def plain(text: str) -> str:
-    """Return the text of an error, without gloo's source file and advice."""
-    first_line = re.sub(r"^\[[^]]*\] ", "", text.split("\n")[0])
-    return first_line.partition(". This is typically caused")[0][:300]

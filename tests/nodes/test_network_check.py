@@ -16,7 +16,7 @@ def test_doctor_measures_the_network_between_nodes(cluster: Cluster) -> None:
     script = "from dcp_mem.cli.main import main; main()"
     processes = [
         subprocess.Popen(
-            node.inside([sys.executable, "-c", script, "doctor", "--peers", "--transport", "gloo"]),
+            node.inside([sys.executable, "-c", script, "doctor", "--peers", "--transport", "tcp"]),
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -35,6 +35,6 @@ def test_doctor_measures_the_network_between_nodes(cluster: Cluster) -> None:
     assert [process.returncode for process in processes] == [0, 0], (first, second)
     assert "eth0 on 2 nodes, 2 processes" in first
     assert "GB/s out and as much in" in first
-    assert "gloo between all nodes, bytes as they were sent" in first
+    assert "tcp between all nodes, bytes as they were sent" in first
     assert "CPU-seconds per GB" in first
     assert "GB/s" not in second

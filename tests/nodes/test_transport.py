@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_mem
-from dcp_mem.comm.transports import GlooChannel
+from dcp_mem.comm.tcp_channel import TcpChannel
 from dcp_mem.nixl.channel import NixlChannel
 from tests.support.channels import UsedChannel
 from tests.support.checkpoints.jobs import Job
@@ -25,7 +25,7 @@ def _copies(job: Job) -> tuple[set[str], int]:
     with job.writer(replicas=1, persist=False) as writer:
         dcp_mem.save(state, checkpoint_id="1", storage_writer=writer)
         writer.wait("1", "replicated", timeout=60)
-        found = [one for one in gc.get_objects() if isinstance(one, (GlooChannel, NixlChannel))]
+        found = [one for one in gc.get_objects() if isinstance(one, (TcpChannel, NixlChannel))]
         return {type(one).__name__ for one in found}, _sent_nbytes() - before
 
 
@@ -39,7 +39,7 @@ def _sent_nbytes() -> int:
 def test_copies_go_over_the_transport_that_this_run_asks_for(cluster: Cluster) -> None:
     """Else a whole matrix of losses could pass on the fallback."""
     may_use_nixl = IS_ONE_MACHINE or os.environ.get("DCP_MEM_NIXL_TCP") == "1"
-    wanted = UsedChannel if may_use_nixl else GlooChannel
+    wanted = UsedChannel if may_use_nixl else TcpChannel
     by_memory = IS_ONE_MACHINE and wanted is NixlChannel
     for channels, sent_nbytes in cluster.launch(_copies, job_on_nodes()).results():
         assert channels == {wanted.__name__}

@@ -1,14 +1,13 @@
 """Connections between ranks: few of them, made when needed, and errors that name who is lost."""
 
 import os
-import random
 import re
 import resource
 import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -19,18 +18,18 @@ import torch.distributed as dist
 
 import dcp_mem
 from dcp_mem import RankFailed
-from dcp_mem.comm import ranks_of
+from dcp_mem.comm import Ranks, ranks_of
 from dcp_mem.comm.addresses import SOCKETS_OF_A_RANK, check_open_files, listening_socket
 from dcp_mem.comm.greetings import MOST_GREETINGS
-from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.comm.peers import PeerLost, Peers
 from dcp_mem.comm.timed_store import TimedStore
 from dcp_mem.comm.tree import tree_of
 from dcp_mem.comm.wire import TcpWire
+from dcp_mem.loading import neighbours
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.replicating.plan import copies_of, stripes_of
 from tests.support.checkpoints.jobs import Job
-from tests.support.processes.forks import forked_ranks
+from tests.support.processes.forks import forked_ranks, raised_by
 from tests.support.processes.kill_targets import forked, wait_for
 from tests.support.variants import with_variants
 
@@ -93,10 +92,36 @@ def _opens_channels() -> tuple[int, int]:
 
 def test_a_channel_keeps_no_connection_to_the_store() -> None:
     """Else the store's host would have two for each pair of ranks with copies."""
-    env = {"FORK_BACKEND": "none", "DCP_MEM_TRANSPORT": "gloo"}
+    env = {"FORK_BACKEND": "none", "DCP_MEM_TRANSPORT": "tcp"}
     for opened, left in forked_ranks(_opens_channels, 2, env=env):
-        assert opened <= 2 * 2  # each listens, and has its connection
+        assert opened == 2
         assert left == 0
+
+
+def _awaits_one_that_is_killed(act: Callable[[Ranks], object]) -> str:
+    ranks = ranks_of(None, "awaits")
+    ranks.all_reduce(1, int.__add__)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return str(raised_by(lambda: act(ranks)))
+
+
+def _sends(ranks: Ranks) -> None:
+    ranks.channel(0, 1)
+
+
+def _receives(ranks: Ranks) -> None:
+    ranks.channel(1, 0)
+
+
+def _gives_to_a_neighbour(ranks: Ranks) -> None:
+    neighbours.Door().welcome(b"token", [1], 600, ranks.look)
+
+
+@pytest.mark.parametrize("act", [_sends, _receives, _gives_to_a_neighbour])
+def test_nobody_waits_for_a_dead_rank_to_connect(act: Callable[[Ranks], object]) -> None:
+    survivor, _ = forked(_awaits_one_that_is_killed, 2, act).join(killed={1})
+    assert str(survivor).startswith("rank 1: its connection has closed")
 
 
 _RANKS_PER_NODE = 8
@@ -132,7 +157,7 @@ def test_no_rank_of_a_large_job_has_more_sockets(redundancy: Redundancy, world: 
             channels[rank] += 1
     alone = [str(rank) for rank in range(world)]
     most = max(
-        2 * _sockets_in_tree(nodes, rank) + _sockets_in_tree(alone, rank) + 2 * channels[rank] + 2
+        2 * _sockets_in_tree(nodes, rank) + _sockets_in_tree(alone, rank) + channels[rank] + 2
         for rank in range(min(world, 24 * _RANKS_PER_NODE))  # those further down have fewer
     )
     assert most <= SOCKETS_OF_A_RANK
@@ -490,68 +515,3 @@ def test_a_machine_whose_name_is_no_address_of_its_own_takes_loopback(
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     with listening_socket() as listener:
         assert listener.getsockname()[0] in ("127.0.0.1", "::1")
-
-
-# -- swaps -----------------------------------------------------------------------------------------
-
-
-def _swaps(seed: int) -> int:
-    """Swap messages of any length with any ranks, in several goes; return the sockets opened."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    ranks = ranks_of(None, "swaps")
-    ranks.all_reduce(1, int.__add__)
-    before, most = _sockets(), 0
-    draw = random.Random(seed)  # the same on all ranks
-    for _ in range(4):
-        for _ in range(3):
-            messages = [
-                (draw.randrange(world), draw.randrange(world), draw.choice([0, 1, 9, 3_000_000]))
-                for _ in range(8)
-            ]
-            messages = [one for one in messages if one[0] != one[1]]
-            outgoing = [
-                (to, memoryview(bytes([number]) * nbytes))
-                for number, (sender, to, nbytes) in enumerate(messages)
-                if sender == rank
-            ]
-            incoming = [
-                (sender, memoryview(bytearray(nbytes)))
-                for sender, to, nbytes in messages
-                if to == rank
-            ]
-            ranks.swap(outgoing, incoming)
-            numbers = [number for number, one in enumerate(messages) if one[1] == rank]
-            for number, (_, view) in zip(numbers, incoming, strict=True):
-                assert bytes(view) == bytes([number]) * len(view)
-            ranks.all_reduce(1, int.__add__)
-        most = max(most, _sockets() - before)
-        ranks.end_swaps()
-    left = _sockets()
-    dist.barrier()  # a rank that ends takes its connection to the store's host with it
-    assert left == before
-    return most
-
-
-def test_any_ranks_swap_and_keep_no_connection_of_it() -> None:
-    assert any(forked_ranks(_swaps, 4, 7))
-
-
-def _is_killed_in_a_swap() -> tuple[int, int]:
-    ranks = ranks_of(None, "swaps")
-    assert isinstance(ranks, JobRanks)
-    rank, other = ranks.rank, (ranks.rank + 1) % ranks.size
-    before = (ranks.rank - 1) % ranks.size
-    data = memoryview(bytearray(30_000_000))
-    if rank == 1:
-        ranks.swap([(other, data[:8])], [(before, memoryview(bytearray(8)))])
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RankFailed) as caught:
-        ranks.swap([(other, data)], [(before, memoryview(bytearray(30_000_000)))])
-    (failure,) = caught.value.failures
-    return failure[0], len(caught.value.failures)
-
-
-def test_a_rank_that_is_killed_in_a_swap_is_named() -> None:
-    killed = forked(_is_killed_in_a_swap, 3)
-    outcomes = killed.join(timeout=90, killed={1})
-    assert [outcomes[0][0], outcomes[2][0]] == [1, 1]

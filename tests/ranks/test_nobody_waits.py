@@ -203,7 +203,7 @@ def test_a_planner_of_before_storage_meta_is_set_up_as_it_can_be(memory_root: Pa
 
 # -- anything else between two exchanges -----------------------------------------------------------
 
-_COLLECTIVES = ("exchange", "all_reduce", "gather", "broadcast", "scatter", "tell_leaders", "swap")
+_COLLECTIVES = ("exchange", "all_reduce", "gather", "broadcast", "scatter", "tell_leaders")
 
 
 class _Interrupted(Exception):

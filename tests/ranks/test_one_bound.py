@@ -38,9 +38,7 @@ def _meets_a_rank_that_connects_late_and_is_silent_then() -> _Waits | None:
     if dist.get_rank() == 1:
         assert isinstance(ranks, JobRanks)
         time.sleep(0.7 * _SECONDS)
-        ranks._wire(time.monotonic() + _SECONDS, swaps=False)._peers.connected(
-            [0], time.monotonic() + _SECONDS
-        )
+        ranks._wire(time.monotonic() + _SECONDS)._peers.connected([0], time.monotonic() + _SECONDS)
         store.wait(["the other has given up"])
         return None
     waits = _Waits(_fails_after(ranks), _fails_after(ranks))

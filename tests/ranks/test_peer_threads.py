@@ -60,7 +60,7 @@ def _passes_on_with_few_threads() -> tuple[str, float, int]:
         doors={rank: ""},
         nodes=2,
         token="token",
-        transport="gloo",
+        transport="tcp",
         memory=memory,
         is_held=lambda file: True,
     )

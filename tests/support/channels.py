@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dcp_mem.comm.transports import GlooChannel
+from dcp_mem.comm.tcp_channel import TcpChannel
 from dcp_mem.nixl.channel import NixlChannel
 from dcp_mem.nixl.pairing import PROBE_NBYTES as PROBE_NBYTES
 
-UsedChannel: type[GlooChannel] | type[NixlChannel] = (
-    NixlChannel if os.environ.get("DCP_MEM_TRANSPORT") == "nixl" else GlooChannel
+UsedChannel: type[TcpChannel] | type[NixlChannel] = (
+    NixlChannel if os.environ.get("DCP_MEM_TRANSPORT") == "nixl" else TcpChannel
 )
 
 

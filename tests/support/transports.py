@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem.comm.collectives import Channel
+from dcp_mem.comm.timed_store import MeetingPlace, TimedStore
 from dcp_mem.comm.transports import Pair, transport
 from tests.support.processes.forks import forked
 
@@ -40,9 +41,12 @@ class Ends:
 
     def connect(self, is_sender: bool, time_: int = 0) -> Channel:
         """Connect for the nth time."""
-        store = dist.FileStore(f"{self._directory}/meeting {time_}", -1)
+        store = TimedStore(dist.FileStore(f"{self._directory}/meeting", -1), self.seconds)
         pair = Pair(
-            store=store, is_sender=is_sender, seconds=self.seconds, on_silence=self._note_silence
+            store=MeetingPlace(store, f"{time_}/"),
+            is_sender=is_sender,
+            seconds=self.seconds,
+            on_silence=self._note_silence,
         )
         return transport(self.transport)(pair)
 
@@ -361,14 +365,8 @@ class TransportConformance:
 
     name: ClassVar[str]
     env: ClassVar[Mapping[str, str]] = {}
-    child_may_close: ClassVar[bool] = True
-    """Whether a forked child that closes its copies leaves the parent's channels alone."""
-
     reads_stopped_peers: ClassVar[bool] = False
     """Whether a message of a peer that stands still comes nevertheless."""
-
-    tells_of_halves: ClassVar[bool] = True
-    """Whether a message that is half received fails at once where the peer closes its end."""
 
     def pair(self, own: Rank, peers: Rank, *args: Any, seconds: float = _LONG) -> Any:
         """What `own` returns, beside `peers` in another process, and how that one has ended."""
@@ -396,8 +394,6 @@ class TransportConformance:
     @pytest.mark.parametrize("when", ["it is idle", "it sends", "it has sent half"])
     @pytest.mark.parametrize("how", ["killed", "closed"])
     def test_a_peer_that_goes_away_is_an_error_at_once(self, how: str, when: str) -> None:
-        if not self.tells_of_halves and (how, when) == ("closed", "it sends"):
-            pytest.skip("a message that is half received is given up after the time-out here")
         (error, seconds, silences, after), _ = self.pair(_waits, _ends, how, when)
         # What it had sent before may have come, where the kernel had it.
         assert error or when == "it sends"
@@ -438,7 +434,5 @@ class TransportConformance:
 
     @pytest.mark.parametrize("how", ["ends", "closes"])
     def test_a_forked_child_does_not_disturb_its_parent(self, how: str) -> None:
-        if how == "closes" and not self.child_may_close:
-            pytest.skip("children of this transport's users must leave channels alone")
         found, code = self.pair(_forks, _sends_four, how)
         assert (found, code) == ([True] * 4, 0)

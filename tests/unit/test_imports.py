@@ -25,7 +25,7 @@ def test_nothing_that_flushes_is_imported_by_those_who_leave_it_to_the_agent(mod
     assert flushers == {"dcp_mem.flushing.agent_handle", "dcp_mem.flushing.registration"}
 
 
-def test_no_transport_is_imported_by_those_who_take_gloo() -> None:
+def test_no_transport_is_imported_by_those_who_take_tcp() -> None:
     imported = _imported_with("dcp_mem.writer, dcp_mem.reader, dcp_mem.operations.network")
     assert "dcp_mem.comm.transports" in imported
     assert not {name for name in imported if "nixl" in name}

@@ -39,7 +39,7 @@ def test_who_waits_to_give_is_woken_where_the_load_has_failed() -> None:
     def act(wait: str) -> None:
         try:
             door.give(1, 0, 0, memoryview(b"x")) if wait == "give" else door.welcome(
-                _TOKEN, [1], _SECONDS
+                _TOKEN, [1], _SECONDS, lambda: None
             )
         except (PeerLost, OSError) as error:
             raised.append(type(error))

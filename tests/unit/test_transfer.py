@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dcp_mem.comm import ranks_of
 from dcp_mem.comm.collectives import Channel
+from dcp_mem.comm.tcp_channel import TcpChannel
 from dcp_mem.comm.transfer import (
     IncomingChunk,
     OutgoingChunk,
@@ -20,7 +21,6 @@ from dcp_mem.comm.transfer import (
     refuse,
     send,
 )
-from dcp_mem.comm.transports import GlooChannel
 from dcp_mem.format.checksums import checksum
 from tests.support.processes.forks import forked_ranks, raised_by
 
@@ -48,9 +48,9 @@ def _incoming(came: list[bytearray], accepted: list[int]) -> Iterator[IncomingCh
 @contextmanager
 def _channel_that_errs(times: int) -> Iterator[None]:
     """Of the first chunks that are sent, so many have a bit that is wrong."""
-    original, left = GlooChannel.send, [times]
+    original, left = TcpChannel.send, [times]
 
-    def send_badly(channel: GlooChannel, data: Any) -> Any:
+    def send_badly(channel: TcpChannel, data: Any) -> Any:
         if len(data) == _NBYTES and left[0]:
             left[0] -= 1
             data = bytearray(data)
@@ -58,7 +58,7 @@ def _channel_that_errs(times: int) -> Iterator[None]:
         return original(channel, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GlooChannel, "send", send_badly)
+        patch.setattr(TcpChannel, "send", send_badly)
         yield
 
 

@@ -34,10 +34,8 @@ needs_nixl = pytest.mark.skipif(
 )
 
 
-class TestGloo(TransportConformance):
-    name = "gloo"
-    child_may_close = False
-    tells_of_halves = False
+class TestTcp(TransportConformance):
+    name = "tcp"
 
 
 @needs_nixl
@@ -116,11 +114,11 @@ def _second_may_not_read(patch: pytest.MonkeyPatch, rank: int) -> None:
 @pytest.mark.parametrize(
     ("choice", "change", "taken", "said"),
     [
-        ("gloo", _both_have_cards, "GlooChannel", ["", ""]),
-        ("auto", _nothing, "GlooChannel", ["", ""]),
+        ("tcp", _both_have_cards, "TcpChannel", ["", ""]),
+        ("auto", _nothing, "TcpChannel", ["", ""]),
     ],
 )
-def test_gloo_is_taken_where_there_is_nothing_better(
+def test_tcp_is_taken_where_there_is_nothing_better(
     choice: str, change: Change, taken: str, said: list[str]
 ) -> None:
     _assert_taken(choice, change, taken, said)
@@ -132,10 +130,10 @@ def test_gloo_is_taken_where_there_is_nothing_better(
     [
         ("nixl", _nothing, "NixlChannel", ["", ""]),
         ("auto", _both_have_cards, "NixlChannel", ["", ""]),
-        ("auto", _first_has_a_card, "GlooChannel", ["this machine has no card that does RDMA", ""]),
-        ("nixl", _second_has_no_nixl, "GlooChannel", ["ModuleNotFoundError"] * 2),
-        ("nixl", _other_machines, "GlooChannel", ["over TCP, UCX aborts"] * 2),
-        ("nixl", _second_may_not_read, "GlooChannel", ["a test of NIXL between", "not permitted"]),
+        ("auto", _first_has_a_card, "TcpChannel", ["this machine has no card that does RDMA", ""]),
+        ("nixl", _second_has_no_nixl, "TcpChannel", ["ModuleNotFoundError"] * 2),
+        ("nixl", _other_machines, "TcpChannel", ["over TCP, UCX aborts"] * 2),
+        ("nixl", _second_may_not_read, "TcpChannel", ["a test of NIXL between", "not permitted"]),
     ],
 )
 def test_both_ranks_take_nixl_or_both_say_once_why_not(
@@ -171,21 +169,23 @@ def test_the_choice_comes_from_the_argument_or_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("DCP_MEM_TRANSPORT", raising=False)
-    assert settings(None, job="job").transport == "gloo"
+    assert settings(None, job="job").transport == "tcp"
     monkeypatch.setenv("DCP_MEM_TRANSPORT", "nixl")
     assert settings(None, job="job").transport == "nixl"
-    assert settings(None, job="job", transport="gloo").transport == "gloo"
-    for wrong in ("NIXL", "", "tcp"):
-        with pytest.raises(ConfigError, match="choose 'auto', 'gloo' or 'nixl'"):
+    assert settings(None, job="job", transport="tcp").transport == "tcp"
+    assert settings(None, job="job", transport="gloo").transport == "tcp"
+    for wrong in ("NIXL", "", "udp"):
+        with pytest.raises(ConfigError, match="choose 'auto', 'nixl' or 'tcp'"):
             settings(None, job="job", transport=wrong)
 
 
 # -- another package's transport ------------------------------------------------------------------
 
 FAST_WIRE = """
-from dcp_mem.comm.transports import GlooChannel, TransportUnusable
+from dcp_mem.comm.tcp_channel import TcpChannel
+from dcp_mem.comm.transports import TransportUnusable
 
-class FastChannel(GlooChannel):
+class FastChannel(TcpChannel):
     pass
 
 def unplugged(pair):
@@ -216,7 +216,7 @@ def _installed(site: Path, patch: pytest.MonkeyPatch, _: int) -> None:
 
 @pytest.mark.parametrize(
     ("choice", "taken", "said"),
-    [("fast", "FastChannel", ""), ("unplugged", "GlooChannel", "its cable is unplugged")],
+    [("fast", "FastChannel", ""), ("unplugged", "TcpChannel", "its cable is unplugged")],
 )
 def test_a_transport_of_another_package_is_taken_or_both_ranks_say_why_not(
     choice: str, taken: str, said: str, fast_wire: Path
@@ -242,7 +242,7 @@ def test_names_of_other_packages_are_choices_beside_ours(
         settings(None, job="job", transport="fast")
     monkeypatch.syspath_prepend(fast_wire)
     assert settings(None, job="job", transport="fast").transport == "fast"
-    choices = "choose 'auto', 'fast', 'gloo', 'nixl', 'torn' or 'unplugged'"
+    choices = "choose 'auto', 'fast', 'nixl', 'tcp', 'torn' or 'unplugged'"
     with pytest.raises(ConfigError, match=choices):
         settings(None, job="job", transport="slow")
     told = CliRunner().invoke(main, ["doctor", "--peers", "--transport", "slow"])

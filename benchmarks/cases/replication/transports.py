@@ -10,23 +10,24 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from collections import deque
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from benchmarks.harness.processes import MeasurementFailed
 from benchmarks.harness.settings import MIB
 from benchmarks.harness.tables import Part, Row, Section, attempt
+from dcp_mem.comm.timed_store import MeetingPlace, TimedStore
 from dcp_mem.comm.transports import Pair, transport
 from dcp_mem.nixl.agents import import_trouble
 
@@ -46,10 +47,10 @@ LIMIT = 0.35
 GB = 1e9
 BY_MEMORY = "nixl, shared memory"
 WAYS: Mapping[str, Mapping[str, str]] = {
-    "gloo": {},
+    "tcp": {},
     BY_MEMORY: {},
     "nixl, TCP": {"UCX_TLS": "tcp"},
-    "plain sockets": {},
+    "plain gloo": {},
 }
 
 
@@ -73,7 +74,7 @@ class Found:
 
 
 class End(Protocol):
-    """One end of a channel, or of plain sockets."""
+    """One end of a channel, or of a gloo group."""
 
     def send(self, data: Any) -> Any: ...
 
@@ -177,9 +178,8 @@ def _live(
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **WAYS[way]})
     import_trouble()  # what is imported once counts for no transport
     opened, begun = _count("fd"), _count("task")
-    store = dist.FileStore(str(Path(directory) / "meeting"), -1)
     started = time.perf_counter()
-    end = _connected(way, Pair(store=store, is_sender=is_sender, seconds=SECONDS))
+    end = _connected(way, directory, is_sender)
     connecting = time.perf_counter() - started
     wall, cpu = [], []
     with _in_tmpfs(nbytes) as memory, end.registered(memory):
@@ -203,10 +203,12 @@ def _live(
     time.sleep(SECONDS)
 
 
-def _connected(way: str, pair: Pair) -> End:
-    if way == "plain sockets":
-        return _Sockets(pair)
-    return transport("gloo" if way == "gloo" else "nixl")(pair)
+def _connected(way: str, directory: str, is_sender: bool) -> End:
+    if way == "plain gloo":
+        return _Gloo(directory, 0 if is_sender else 1)
+    store = TimedStore(dist.FileStore(f"{directory}/meeting", -1), SECONDS)
+    place = MeetingPlace(store, "")
+    return transport(way.partition(",")[0])(Pair(store=place, is_sender=is_sender, seconds=SECONDS))
 
 
 def _meet(end: End, is_sender: bool) -> None:
@@ -231,36 +233,18 @@ def _count(what: str) -> int:
     return len(os.listdir(f"/proc/self/{what}"))
 
 
-class _Sockets:
-    """A prototype: one TCP connection, and the calls of the system."""
+class _Gloo:
+    """A group of two ranks."""
 
-    def __init__(self, pair: Pair) -> None:
-        if pair.is_sender:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                pair.store.set("port", str(listener.getsockname()[1]))
-                self._socket, _ = listener.accept()
-        else:
-            port = int(pair.store.get("port"))
-            self._socket = socket.create_connection(("127.0.0.1", port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, directory: str, rank: int) -> None:
+        store, self._peer = dist.FileStore(f"{directory}/gloo", -1), 1 - rank
+        self._group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=SECONDS))
 
-    def send(self, data: Any) -> _Done:
-        self._socket.sendall(data)
-        return _Done()
+    def send(self, data: Any) -> Any:
+        return self._group.send([torch.frombuffer(data, dtype=torch.uint8)], self._peer, 0)
 
-    def receive(self, data: Any) -> _Done:
-        view = memoryview(data)
-        while len(view):
-            count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
-            if not count:
-                raise MeasurementFailed("the other end has gone")
-            view = view[count:]
-        return _Done()
+    def receive(self, data: Any) -> Any:
+        return self._group.recv([torch.frombuffer(data, dtype=torch.uint8)], self._peer, 0)
 
     def registered(self, memory: Any) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-class _Done:
-    def wait(self) -> None:
-        return

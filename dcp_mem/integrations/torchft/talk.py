@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.control_line import MOST_NBYTES, ControlLine, Frame
-from dcp_mem.comm.timed_store import TimedCalls
+from dcp_mem.comm.timed_store import MeetingPlace, TimedCalls, TimedStore
 from dcp_mem.comm.transports import Pair, connected
 from dcp_mem.errors import DcpMemError, WaitTimeout
 
@@ -154,7 +154,6 @@ def met(store: dist.Store, name: str, talk: Talk, transport: str, *, is_sender: 
 
     Raises RuntimeError.
     """
-    pair = Pair(
-        store=dist.PrefixStore(name, store), is_sender=is_sender, seconds=talk.seconds_left()
-    )
-    return connected(transport, pair)
+    seconds = talk.seconds_left()
+    place = MeetingPlace(TimedStore(store, seconds), f"{name}/", talk.check)
+    return connected(transport, Pair(store=place, is_sender=is_sender, seconds=seconds))
