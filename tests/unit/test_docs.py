@@ -74,7 +74,7 @@ assert {name: str(tensor.dtype) for name, tensor in found.items()} == {
 """
 BEFORE = {
     "README.md 1": LOOP,
-    "README.md 2": FIRST_SAVE,
+    "docs/options.md 1": FIRST_SAVE,
     "docs/README.md 1": LOOP,
     "docs/async.md 1": LOOP,
     "docs/async.md 2": LOOP,
