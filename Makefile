@@ -26,8 +26,7 @@ check:
 newest:
 	bash .ci/compat newest
 
-docs: .venv
-	PYTHONPATH=. .venv/bin/python docs/reference.py
+docs:
 	bash .ci/docs
 
 package:

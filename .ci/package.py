@@ -49,7 +49,7 @@ EXTRAS = (
     "torchtitan",
     "wandb",
 )
-"""Those for users; `bench`, `docs`, `lint`, `release` and `test` are developers'."""
+"""Those for users; `bench`, `lint`, `release` and `test` are developers'."""
 NOT_INSTALLED = {
     "nixl": "the gate installs NIXL without what it asks of CUDA",
     "torchtitan": "the gate installs torchtitan without what it asks for",

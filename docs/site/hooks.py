@@ -84,7 +84,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages that are listed nowhere by hand into the navigation."""
     _section(config.nav, "api/index.md").extend({_title(part): _api(part)} for part in _parts())
     _section(config.nav, "benchmarks/RESULTS.md").extend(
-        {path.stem: f"benchmarks/results/{path.name}"} for path in _runs()
+        [{"Runs by date": [{one.stem: f"benchmarks/results/{one.name}"} for one in _runs()]}]
     )
     _section(config.nav, "adr/index.md").extend(
         {_number_and_title(path): f"adr/{path.name}"} for path in _decisions()
