@@ -12,15 +12,16 @@ has died or saves anew, or what it follows says so. So no save waits for one tha
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from types import TracebackType
+from weakref import WeakValueDictionary
 
 _POLL_SECONDS = 0.001
-"""Between two looks at turns that may be over without having been ended."""
 _FIRST_COLLECTION = 0.5
 """Seconds of waiting after which garbage is collected; each pause is twice the one before."""
 
@@ -28,23 +29,18 @@ _FIRST_COLLECTION = 0.5
 class Turns:
     """Gives out turns, in order. Any thread may call anything at any time, signal handlers too.
 
-    After a fork the turns of the parent process hold nobody up in the child.
+    So there is no lock here: what is done to the table, the interpreter does at once. After a fork
+    the turns of the parent process hold nobody up in the child.
     """
 
     def __init__(self) -> None:
-        # Reentrant: a garbage collection or a signal handler may come in between.
-        self._changed = threading.Condition(threading.RLock())
-        self._waiting: list[_Entry] = []  # in order; turns that are over may still be among them
+        self._taken = WeakValueDictionary[int, Turn]()
+        self._numbers = itertools.count()
         self._pid = os.getpid()
 
     def take(self) -> Turn:
         """Return a turn behind all those taken before, without waiting for them."""
-        entry = _Entry()
-        turn = Turn(self, entry)
-        if self._is_here():
-            with self._changed:
-                self._waiting.append(entry)
-        return turn
+        return Turn(self)
 
     def abandon_here(self) -> None:
         """End the turns that the calling thread holds, for it has come to the next thing to do.
@@ -53,12 +49,11 @@ class Turns:
         in between is done.
         """
         here = threading.current_thread()
-        for entry in self._before(None):
-            if entry.holder is here:
-                self._end(entry)
-            elif entry.waiter is here:
-                entry.is_put_off = True
-                self._end(entry)
+        for turn in self._unended():
+            if turn.holder is here:
+                turn.end()
+            elif turn.waiter is here:
+                turn.number = math.inf
 
     def has_here(self) -> bool:
         """Return whether the calling thread holds a turn: it has waited for it, and not ended it.
@@ -66,64 +61,34 @@ class Turns:
         Such a thread needs no other turn for what belongs to its save.
         """
         here = threading.current_thread()
-        return any(entry.holder is here for entry in self._before(None))
+        return any(turn.holder is here for turn in self._unended())
 
-    def _is_here(self) -> bool:
-        return self._pid == os.getpid()
+    def _add(self, turn: Turn) -> int:
+        number = next(self._numbers)
+        self._here()[number] = turn
+        return number
 
-    def _before(self, entry: _Entry | None) -> list[_Entry]:
-        """Return the turns before this one that haven't been ended; all of them for None."""
-        if not self._is_here():
-            return []
-        with self._changed:
-            self._waiting = [one for one in self._waiting if not one.is_ended]
-            if entry not in self._waiting:
-                return list(self._waiting) if entry is None else []
-            return self._waiting[: self._waiting.index(entry)]
+    def _unended(self) -> list[Turn]:
+        turns = [turn() for turn in self._here().valuerefs()]
+        return [turn for turn in turns if turn is not None and not turn.is_over]
 
-    def _is_next(self, entry: _Entry) -> bool:
-        here = threading.current_thread()
-        return all(one.is_over(here) for one in self._before(entry))
-
-    def _wait(self, entry: _Entry) -> None:
-        here = threading.current_thread()
-        entry.waiter = here
-        try:
-            self._wait_until_next(entry, here)
-            while entry.is_put_off:
-                with self._changed:
-                    entry.is_ended = entry.is_put_off = False
-                    self._waiting = [*(one for one in self._waiting if one is not entry), entry]
-                self._wait_until_next(entry, here)
-            entry.holder = here
-        finally:
-            entry.waiter = None
-
-    def _wait_until_next(self, entry: _Entry, here: threading.Thread) -> None:
-        started, patience = time.monotonic(), _FIRST_COLLECTION
-        # Asked without the lock: it isn't known what a turn follows does.
-        while [one for one in self._before(entry) if not one.is_over(here)]:
-            with self._changed:
-                if self._before(entry):
-                    self._changed.wait(_POLL_SECONDS)  # in short steps, as long as it may take
-            if time.monotonic() - started > patience:
-                gc.collect()  # a dropped ticket may be in a cycle with the error of its save
-                patience *= 2
-
-    def _end(self, entry: _Entry) -> None:
-        entry.is_ended = True
-        if self._is_here():
-            with self._changed:
-                self._changed.notify_all()
+    def _here(self) -> WeakValueDictionary[int, Turn]:
+        if self._pid != os.getpid():
+            self._taken, self._pid = WeakValueDictionary(), os.getpid()
+        return self._taken
 
 
 class Turn:
     """One save's turn. Its end is the end of the `with` block, `end()`, or that of the ticket."""
 
-    def __init__(self, turns: Turns, entry: _Entry) -> None:
-        self._turns, self._entry = turns, entry
-        # Without a lock: the collector may run anywhere. Who waits looks again in a moment.
-        weakref.finalize(self, entry.abandon).atexit = False
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._follows: Callable[[], bool] | None = None
+        self.holder: threading.Thread | None = None  # who has waited for it
+        self.waiter: threading.Thread | None = None  # who waits for it
+        self.is_over = False  # whether it has ended
+        self.number: float = math.inf  # what comes before it has a lower one; infinite: put off
+        self.number = turns._add(self)
 
     def wait(self) -> None:
         """Block until all earlier turns are over; from then on the calling thread holds this one.
@@ -132,21 +97,39 @@ class Turn:
         makes one save at a time. KeyboardInterrupt, and what other signal handlers raise, ends the
         wait; the turn keeps its place then, until it is ended.
         """
-        self._turns._wait(self._entry)
+        self.waiter = threading.current_thread()
+        started, patience = time.monotonic(), _FIRST_COLLECTION
+        try:
+            while not self.is_next or self.number == math.inf:
+                if self.number == math.inf:
+                    self.number = self._turns._add(self)
+                    continue
+                time.sleep(_POLL_SECONDS)
+                if time.monotonic() - started > patience:
+                    gc.collect()  # a dropped ticket may be in a cycle with the error of its save
+                    patience *= 2
+            self.holder = self.waiter
+        finally:
+            self.waiter = None
 
     @property
     def is_next(self) -> bool:
-        """Whether all earlier turns are over."""
-        return self._turns._is_next(self._entry)
+        """Whether all earlier turns are over, or this one is."""
+        here, number = threading.current_thread(), self.number
+        earlier = (turn for turn in self._turns._unended() if turn.number < number)
+        return self.is_over or all(turn._is_left(here) for turn in earlier)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether this turn has ended."""
-        return self._entry.is_ended
+    def _is_left(self, asking: threading.Thread) -> bool:
+        """Tell whether the turn is over for a thread that waits behind it; end it if so."""
+        holder, follows = self.holder, self._follows
+        is_left = holder is not None and (holder is asking or not holder.is_alive())
+        if is_left or (follows is not None and follows()):
+            self.end()
+        return self.is_over
 
     def end(self) -> None:
         """Let the next turn begin. Ending twice is fine."""
-        self._turns._end(self._entry)
+        self.is_over = True
 
     def follow(self, is_over: Callable[[], bool]) -> None:
         """Have the turn end once its save is over, should nobody call `end`.
@@ -154,12 +137,12 @@ class Turn:
         `is_over`: returns whether the save is over. Other threads call it, about every millisecond
         while they wait. It must not raise, wait, nor keep this turn alive.
         """
-        self._entry.follows = is_over
+        self._follows = is_over
 
     def hand_over(self) -> None:
         """Have the turn stay when the calling thread, if it holds it, comes to its next save."""
-        if self._entry.holder is threading.current_thread():
-            self._entry.holder = None
+        if self.holder is threading.current_thread():
+            self.holder = None
 
     def __enter__(self) -> Turn:
         try:
@@ -176,25 +159,3 @@ class Turn:
         traceback: TracebackType | None,
     ) -> None:
         self.end()
-
-
-class _Entry:
-    """A turn's place among the others; it doesn't keep the turn alive."""
-
-    def __init__(self) -> None:
-        self.holder: threading.Thread | None = None  # who has waited for it
-        self.waiter: threading.Thread | None = None  # who waits for it
-        self.is_put_off = False
-        self.follows: Callable[[], bool] | None = None
-        self.is_ended = False
-
-    def abandon(self) -> None:
-        self.is_ended = True
-
-    def is_over(self, asking: threading.Thread) -> bool:
-        """Tell whether the turn is over for a thread that waits behind it, and remember it."""
-        holder, follows = self.holder, self.follows
-        is_left = holder is not None and (holder is asking or not holder.is_alive())
-        if is_left or (follows is not None and follows()):
-            self.is_ended = True
-        return self.is_ended

@@ -563,15 +563,6 @@ class Saver:
         note_seen(self.settings, number)
 
 
-def _forget_parent() -> None:
-    """After a fork: the child sends to a process of its own."""
-    global _sends
-    _sends = Turns()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
-
-
 def _is_late(until: float) -> bool:
     return time.monotonic() > until
 

@@ -136,7 +136,7 @@ def test_a_ticket_that_is_dropped_holds_nobody_up(in_cycle: bool) -> None:
     turn = turns.take()
     if in_cycle:
         turn.follow(lambda of=[turn]: False)  # type: ignore[misc]  # keeps it alive
-        turn._entry.follows = None
+        turn._follows = None
         turn.itself = turn  # type: ignore[attr-defined]
     behind = turns.take()
     del turn
@@ -232,7 +232,7 @@ def test_turns_that_this_thread_holds_can_be_abandoned() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_parents_turns_hold_no_child_up() -> None:
     turns = Turns()
-    with _held(turns), turns._changed:  # a thread of the parent is in the middle of a call
+    with _held(turns):
         behind = turns.take()
         child = os.fork()
         if not child:
@@ -242,7 +242,7 @@ def test_a_parents_turns_hold_no_child_up() -> None:
                 behind.wait()
                 behind.end()
                 with turns.take():
-                    status = int(turns.has_here())
+                    status = int(not turns.has_here())  # its turns are its own
             os._exit(status)
         _, status = os.waitpid(child, 0)
     assert status == 0
