@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -38,13 +38,12 @@ from dcp_mem.planning.tensor_choice import tensor_rule
 from dcp_mem.runtime import states
 from dcp_mem.runtime.session import close_session, open_session
 from dcp_mem.saving.ahead import staged_in, stands_for_staged
-from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, fill_in, republish
+from dcp_mem.saving.dcp_plan import DcpPlanTracker, dcp_planned, fill_in, republish, results_of
 from dcp_mem.saving.dcp_takeover import DcpTakeover, planner_of
 from dcp_mem.saving.prepare import Preparation, prepare
 from dcp_mem.saving.private_copies import refuse_fields
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.saver import Saver
-from dcp_mem.saving.stage import Results
 from dcp_mem.storage.destination import refuse_unusable
 
 _RETURN_SECONDS = 0.001
@@ -163,12 +162,15 @@ class MemoryStorageWriter(StorageWriter):
             if begun.own is not None:
                 self._saver.carry_out(begun.context, begun.own)
                 return _future([])
-            items = DcpPlanItems(plan, planner_of(planner), self._dcp_plans)
-            completed = self._saver.save(begun.context, items)
+            planner = planner_of(planner)
+            completed = self._saver.save(
+                begun.context, lambda context: dcp_planned(context, plan, planner, self._dcp_plans)
+            )
             if completed is None:
                 return _future([])
+            self._dcp_plans.settle(planner, completed.saved)
             begun.manifest = completed.manifest
-            return _future(Results(completed.staged))
+            return _future(results_of(completed.staged))
 
     @picklable
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -442,8 +444,7 @@ def _check_that_it_can_be_flushed(chosen: Settings) -> None:
             ) from None
 
 
-def _future(results: Sequence[WriteResult]) -> Future[list[WriteResult]]:
-    """Return a future that is done. DCP iterates over the results, and pickles them."""
+def _future(results: list[WriteResult]) -> Future[list[WriteResult]]:
     future: Future[list[WriteResult]] = Future()
-    future.set_result(cast("list[WriteResult]", results))
+    future.set_result(results)
     return future

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -46,21 +46,12 @@ def cause_raised(what: str, call: CallOptions) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
+        cause, error.__cause__ = error.__cause__, None  # not in a circle
+        if cause is not None:
+            raise cause from cause.__cause__
         if call.get("no_dist"):  # for DCP, this is rank 0 then
             raise next(iter(error.failures.values()))[0] from error
         raise cause_of(error, call.get("process_group"), what) from error
-
-
-Raising = Callable[
-    [str, dist.ProcessGroup | None, bool, Callable[[Exception], bool]],
-    AbstractContextManager[None],
-]
-"""Raises errors of a block in one of two ways: `raised_as_by_dcp`, or `raised_as_is`."""
-
-
-def raised_as_is(*_: object) -> AbstractContextManager[None]:
-    """Raise errors of a block as they are."""
-    return nullcontext()
 
 
 def refuse_other_kind(argument: str, given: object, base: type, method: str, example: str) -> None:

@@ -23,10 +23,8 @@ from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import (
     CallOptions,
-    Raising,
     accepted_by,
     cause_raised,
-    raised_as_is,
     raised_together,
     refuse_other_kind,
 )
@@ -83,58 +81,6 @@ def load(
             have this rank's own error, and a RankFailed for each other rank that failed.
         Exception: A stateful object's `state_dict` or `load_state_dict` raised it on this rank.
     """
-    _load(
-        raised_as_by_dcp,
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_reader=storage_reader,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-        weights_only=weights_only,
-        skip=skip,
-    )
-
-
-def load_or_raise_cause(
-    state_dict: dict[str, Any],
-    *,
-    storage_reader: StorageReader | None = None,
-    planner: LoadPlanner | None = None,
-    weights_only: bool = True,
-    skip: TensorChoice | None = None,
-    **call: Unpack[CallOptions],
-) -> None:
-    """Load as `load` does, and raise dcp_mem's errors as they are: no CheckpointException.
-
-    For the manager, the integrations and the command line.
-
-    Raises ConfigError, RankFailed, Exception.
-    """
-    with cause_raised("the load", call):
-        _load(
-            raised_as_is,
-            state_dict,
-            storage_reader=storage_reader,
-            planner=planner,
-            weights_only=weights_only,
-            skip=skip,
-            **call,
-        )
-
-
-def _load(
-    raising: Raising,
-    state_dict: dict[str, Any],
-    *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: StorageReader | None,
-    planner: LoadPlanner | None,
-    process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False,
-    weights_only: bool,
-    skip: TensorChoice | None,
-) -> None:
     refuse_other_kind(
         "storage_reader", storage_reader, StorageReader, "read_data", "MemoryStorageReader(path)"
     )
@@ -159,7 +105,7 @@ def _load(
     if isinstance(storage_reader, MemoryStorageReader) and plans_alone:
         assert isinstance(planner, LocalLoadPlanner)
         group = process_group if process_group is not None else storage_reader._process_group
-        with raising("load", group, no_dist, states.has_raised_or_left_to_torch):
+        with raised_as_by_dcp("load", group, no_dist, states.has_raised_or_left_to_torch):
             loaded = storage_reader._load_collectively(
                 states.make, checkpoint_id, process_group, no_dist, planner
             )
@@ -187,6 +133,32 @@ def _load(
     if isinstance(planner, LocalLoadPlanner):
         planner.take_out_lacking()
     _put_into(state_dict, loaded, keys)
+
+
+def load_or_raise_cause(
+    state_dict: dict[str, Any],
+    *,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    weights_only: bool = True,
+    skip: TensorChoice | None = None,
+    **call: Unpack[CallOptions],
+) -> None:
+    """Load as `load` does, and raise dcp_mem's errors as they are: no CheckpointException.
+
+    For the manager, the integrations and the command line.
+
+    Raises ConfigError, RankFailed, Exception.
+    """
+    with cause_raised("the load", call):
+        load(
+            state_dict,
+            storage_reader=storage_reader,
+            planner=planner,
+            weights_only=weights_only,
+            skip=skip,
+            **call,
+        )
 
 
 def _checked(states: States, planner: LoadPlanner, skip: TensorChoice | None) -> dict[str, Any]:

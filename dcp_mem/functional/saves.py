@@ -28,10 +28,8 @@ from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import (
     CallOptions,
-    Raising,
     accepted_by,
     cause_raised,
-    raised_as_is,
     raised_together,
     refuse_other_kind,
 )
@@ -82,45 +80,6 @@ def save(
             own error, and a RankFailed for each other rank that failed.
         Exception: A stateful object's `state_dict` raised it on this rank.
     """
-    return _save(
-        raised_as_by_dcp,
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_writer=storage_writer,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-        use_collectives=use_collectives,
-    )
-
-
-def save_or_raise_cause(
-    state_dict: dict[str, Any],
-    *,
-    storage_writer: StorageWriter | None = None,
-    **call: Unpack[CallOptions],
-) -> Metadata:
-    """Save as `save` does, and raise dcp_mem's errors as they are: no CheckpointException.
-
-    For the manager and the integrations.
-
-    Raises RankFailed, Exception.
-    """
-    with cause_raised("the save", call):
-        return _save(raised_as_is, state_dict, storage_writer=storage_writer, **call)
-
-
-def _save(
-    raising: Raising,
-    state_dict: dict[str, Any],
-    *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: StorageWriter | None,
-    planner: SavePlanner | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False,
-    use_collectives: bool = True,
-) -> Metadata:
     _refuse_no_writer(storage_writer)
     state_dict = taking_part(state_dict)
     why_not = _why_not(storage_writer, planner, use_collectives)
@@ -130,7 +89,7 @@ def _save(
         states = States(state_dict)
         group = process_group if process_group is not None else storage_writer._saver.process_group
         try:
-            with raising("save", group, no_dist, states.has_raised_or_left_to_torch):
+            with raised_as_by_dcp("save", group, no_dist, states.has_raised_or_left_to_torch):
                 return storage_writer._saver.save_collectively(
                     states.make,
                     checkpoint_id,
@@ -156,6 +115,22 @@ def _save(
             **accepted,
         )
     return metadata
+
+
+def save_or_raise_cause(
+    state_dict: dict[str, Any],
+    *,
+    storage_writer: StorageWriter | None = None,
+    **call: Unpack[CallOptions],
+) -> Metadata:
+    """Save as `save` does, and raise dcp_mem's errors as they are: no CheckpointException.
+
+    For the manager and the integrations.
+
+    Raises RankFailed, Exception.
+    """
+    with cause_raised("the save", call):
+        return save(state_dict, storage_writer=storage_writer, **call)
 
 
 def _refuse_no_writer(given: object) -> None:

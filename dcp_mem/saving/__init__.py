@@ -1,11 +1,11 @@
-"""The save, read from top to bottom: one pipeline, and three kinds of items that it takes.
+"""The save, read from top to bottom: one pipeline, which takes a plan and where it lies.
 
 Imports runtime, replicating and what lies below them; nothing of the load. To be read in this
 order: `values.py` (what the stages hand to each other), `pipeline.py` (the stages in their order),
-then the stages: `plan.py`, `agree.py` (`ballot.py`, `room.py`, `directories.py`), `stage.py`,
-`complete.py`, `retention.py`, `background.py` (`redundancy.py`, `first_save.py`). The items come
-from `dcp_plan.py`, `own_plans.py` or `streams.py`; `frozen.py` and `frozen_apart.py` give frozen
-ones a segment of their own.
+then the stages: `plan.py`, `agree.py` (`ballot.py`, `room.py`), `stage.py`, `complete.py`,
+`retention.py`, `background.py` (`redundancy.py`, `first_save.py`). A plan comes from
+`own_plans.py`, `ahead.py`, `dcp_plan.py` or `streams.py`, and is a `Planned` from there on; with
+`frozen.py`, frozen items have a segment of their own.
 `prepare.py` makes slots ready ahead of the first save.
 
 Saves come in by `saver.py`, those that DCP drives by `calls.py` and `dcp_takeover.py` too;

@@ -10,14 +10,17 @@ from typing import Any
 from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all, raise_together
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import (
     CheckpointExists,
     ConfigError,
+    DcpMemError,
     FlushFailed,
     MemoryBudgetExceeded,
     RankFailed,
 )
+from dcp_mem.flushing.registration import umask_for
 from dcp_mem.format import names
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, allowance
@@ -33,14 +36,16 @@ from dcp_mem.saving.ballot import (
     packed_run,
     unpacked_run,
 )
-from dcp_mem.saving.directories import make_directory
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.retention import evict
 from dcp_mem.saving.room import give_back, node_memories, node_memory, own_claims, with_used
 from dcp_mem.saving.values import Agreed, NoCommonPlan, Planned, SaveContext, Unplanned
+from dcp_mem.storage.posix import PosixStorage
 
 _COMPLAIN_EVERY = 10.0
 _MOST_SLOTS = 64
+_DIRECTORY_SECONDS = 10.0
+"""For which a save waits for a file system that doesn't answer."""
 _PAUSE = 0.02
 
 
@@ -137,7 +142,7 @@ def _needs_of_rank(context: SaveContext, planned: Planned) -> RankReport:
         frozen=capacity_for(planned.copied_frozen_nbytes),
         shared=capacity_for(planned.unreplicated_frozen_nbytes),
         slots=tuple(slots),
-        is_written=planned.is_written,
+        is_written=planned.filled is not None,
         plan_id=planned.plan_id,
         other_plan_ids=planned.other_plan_ids,
     )
@@ -163,12 +168,48 @@ def _proposal(context: SaveContext, checkpoints: Sequence[LocalCheckpoint]) -> P
     info = context.info
     since = context.session.last_saves.persisted.since(info.step)
     persist = info.persist or context.settings.persist.wants(since, info.step)
-    replaces = make_directory(context)
+    replaces = _make_directory(context)
     said: tuple[Any, ...] = (info.step, dict(info.metrics), info.persist, info.pause, replaces)
     if info == SaveInfo() and replaces is None:
         said = ()
     run = packed_run(*context.session.numbers.run(one.manifest for one in checkpoints))
     return names.new_save_id(), persist, time.time(), run, *said
+
+
+def _make_directory(context: SaveContext) -> str | None:
+    """Make the checkpoint's directory, where its writer does; return what a manifest has of it.
+
+    Programs that name only a path put files of their own there once the save has returned, list it,
+    or remove it. What it has inside from then on tells the flush that nobody has removed it. What
+    goes wrong is logged: the checkpoint in memory is worth more than its directory.
+    """
+    url = context.settings.url
+    if not context.settings.makes_directories or url is None or "://" in url:
+        return None
+    made: list[str] = []
+    errors: list[DcpMemError] = []
+
+    def make() -> None:
+        try:
+            made.append(_made(url, context))
+        except DcpMemError as error:
+            errors.append(error)
+
+    daemon(make, "dcp_mem-directory").join(_DIRECTORY_SECONDS)
+    if not made:
+        why = errors[0] if errors else f"no answer within {_DIRECTORY_SECONDS:.0f} s"
+        log.warning("%s/%s appears with its flush alone: %s", url, context.name, why)
+        return None
+    return made[0]
+
+
+def _made(url: str, context: SaveContext) -> str:
+    """Make a directory; return the identity of the `.metadata` that lay there, "" for none."""
+    mode, file = context.settings.storage_mode, names.metadata_file(context.scope)
+    storage = PosixStorage(url, None if mode is None else 0o777 & ~umask_for(mode))
+    replaced = {entry.name: entry.identity for entry in storage.ls(context.name)}.get(file, "")
+    storage.make_directory(f"{context.name}/{names.OWN}")
+    return replaced
 
 
 # -- the ballot ------------------------------------------------------------------------------------
@@ -350,4 +391,4 @@ def _check_plans(reports: Sequence[RankReport]) -> None:
 
 def _no_common_plan(why_not: Sequence[tuple[int, str]], fitting: Collection[str]) -> NoCommonPlan:
     reasons = [f"rank {rank} has {text}" for rank, text in why_not]
-    return NoCommonPlan(reasons[0] if reasons else "", min(fitting, default=""))
+    return known_to_all(NoCommonPlan(reasons[0] if reasons else "", min(fitting, default="")))

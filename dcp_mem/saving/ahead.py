@@ -16,33 +16,27 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
 
-import numpy as np
-import torch
-
 from dcp_mem.comm.agreement import Attempted, attempt, known_to_all
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError, plain_error
-from dcp_mem.memory.copying import Chosen, Columns
-from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.policy.slots import growth
 from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.turns import Turn
-from dcp_mem.saving.frozen import give_back
-from dcp_mem.saving.overlap import Overlap, OverlappedCopies
+from dcp_mem.saving.overlap import LaterCopies, Overlap
 from dcp_mem.saving.own_plans import OwnPlans, own_plans_of
 from dcp_mem.saving.plan import claims_of
 from dcp_mem.saving.private_copies import fields_in, set_fields_in
-from dcp_mem.saving.stage import Filled, Later, fill, seal_filled
-from dcp_mem.saving.values import Agreed, ItemProvider, Planned, SaveContext, Staged
+from dcp_mem.saving.stage import fill
+from dcp_mem.saving.values import Filled, Planned, SaveContext
 
 _KEY = "staged by dcp_mem"
 _REFUSED = "refused by dcp_mem"
@@ -159,62 +153,22 @@ def copy_ahead(context: SaveContext, planned: Planned, overlap: Overlap | None) 
     if not _has_room(context, planned):
         return None
     session.prefaulting.stop()
-    later: Later | None = None
-    if overlap is None:
-        later = _HeldDevices() if _has_devices(planned) else None
-    else:
-        later = OverlappedCopies(overlap, planned, partial(_warn_once, session))
-        if planned.sources is None and _has_cpu_tensors(planned):
-            _warn_once(
-                session,
-                "overlap= has no effect on tensors in CPU memory: not all of what is saved is "
-                "dense, contiguous memory",
-            )
+    later = None
+    if overlap is not None or planned.sources is None or planned.sources.devices is not None:
+        later = LaterCopies(overlap, planned, partial(_warn_once, session))
+    if overlap is not None and planned.sources is None and _has_cpu_tensors(planned):
+        _warn_once(
+            session,
+            "overlap= has no effect on tensors in CPU memory: not all of what is saved is "
+            "dense, contiguous memory",
+        )
     filled = fill(session, planned, later)
     return AheadCopy(context, planned, filled, later)
-
-
-class _HeldDevices:
-    """Copies what the host has at once, and has devices copy the rest: a `Later`.
-
-    The caller goes on; what it launches on a device from now on is done after the copies.
-    """
-
-    def __init__(self) -> None:
-        self._copies = DeviceCopies()
-
-    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Chosen:
-        """Have all copies made at once."""
-        return np.ones(len(nbytes), bool)
-
-    def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
-        """Have the devices make all copies before anything else."""
-        self._copies.begin(targets, sources)
-        self._copies.hold_devices()
-
-    def begin(self) -> None:
-        """Do nothing: the copies have begun."""
-
-    def finish(self) -> None:
-        """Return once all copies have been made."""
-        self._copies.finish()
-
-    def cancel(self, then: Callable[[], None]) -> None:
-        """Call `then` once no copy is being made."""
-        try:
-            self._copies.finish()
-        finally:
-            then()
 
 
 def _warn_once(session: Session, text: str) -> None:
     if session.last_saves.is_first_warning(text):
         log.warning("%s", text)
-
-
-def _has_devices(planned: Planned) -> bool:
-    """Return whether a plan may have tensors on devices."""
-    return planned.sources is None or planned.sources.devices is not None
 
 
 def _has_cpu_tensors(planned: Planned) -> bool:
@@ -236,14 +190,14 @@ def _has_room(context: SaveContext, planned: Planned) -> bool:
     return not grows or (limit is None and session.memory.free_bytes() > grows)
 
 
-class AheadCopy(ItemProvider):
+class AheadCopy:
     """A state dict that lies in a slot, by a plan of all ranks, for one save.
 
     A copy that no save takes gives its slot back.
     """
 
     def __init__(
-        self, context: SaveContext, planned: Planned, filled: Filled, later: Later | None
+        self, context: SaveContext, planned: Planned, filled: Filled, later: LaterCopies | None
     ) -> None:
         """Take a slot that has been filled, but for copies that are made later.
 
@@ -258,7 +212,6 @@ class AheadCopy(ItemProvider):
             items=items,
             sources=None,
             nbytes=max(planned.layout.layout.nbytes, end),
-            is_written=True,
         )
         self._filled: Filled = replace(filled, items=items)
         self._later = later
@@ -270,7 +223,8 @@ class AheadCopy(ItemProvider):
         """Return the part of the plan that the slot was filled by."""
         if context.group != self._group:
             raise ConfigError("a state was copied for other ranks than those that save it")
-        return self._planned
+        # Not kept here: it holds on to this copy, which would go by the cycle collector alone.
+        return replace(self._planned, filled=partial(self._take, context.name))
 
     def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
         """Refuse: the bytes lie as the old plan has them, and the state dict has gone on.
@@ -287,31 +241,24 @@ class AheadCopy(ItemProvider):
             self._plans.refuse_to_plan(context, why)
         raise known_to_all(DcpMemError(why))
 
-    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-        """Seal the slot, once all of it has been copied."""
+    def _take(self, name: str) -> Filled:
+        """Hand over the slot, once all of it has been copied."""
         try:
-            self.finish()
+            if self._later is not None:
+                self._later.finish()
         except BaseException:
             self.give_back()
             raise
         if self._unused.detach() is None:
-            raise DcpMemError(f"{context.name} was copied, and given up by a later save")
-        return seal_filled(context, agreed, self._filled)
+            raise DcpMemError(f"{name} was copied, and given up by a later save")
+        return self._filled
 
     def give_back(self) -> None:
         """Give the slot back, unless it has been sealed: its save has failed."""
         self._unused()
 
-    def finish(self) -> None:
-        """Return once all of it has been copied.
 
-        Raises Exception.
-        """
-        if self._later is not None:
-            self._later.finish()
-
-
-def _give_back(process: int, session: Session, filled: Filled, later: Later | None) -> None:
+def _give_back(process: int, session: Session, filled: Filled, later: LaterCopies | None) -> None:
     """Give a copy's slot back."""
     if process != os.getpid():  # a forked child, which has no part in the save
         return
@@ -319,7 +266,7 @@ def _give_back(process: int, session: Session, filled: Filled, later: Later | No
     def abandon() -> None:
         session.slots.abandon(filled.slot)
         if filled.frozen is not None:
-            give_back(session, filled.frozen)
+            filled.frozen.give_back(session)
 
     if later is None:
         abandon()

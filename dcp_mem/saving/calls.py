@@ -11,7 +11,6 @@ from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import (
     Attempted,
     described,
-    is_shared,
     known_to_all,
     on_all_ranks,
 )
@@ -157,9 +156,3 @@ def _refuse_other_settings(ranks: Ranks, settings: Settings) -> None:
 
 def _lower(one: dict[_Texts, int], other: dict[_Texts, int]) -> dict[_Texts, int]:
     return {texts: min(one[texts], other[texts]) for texts in one.keys() & other.keys()}
-
-
-def leave(context: SaveContext, error: BaseException) -> None:
-    """Part from the other ranks, unless they know: they must not wait for this one anywhere."""
-    if not is_shared(error):
-        context.ranks.leave(described(error))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import operator
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from dcp_mem.comm.agreement import (
@@ -18,16 +21,17 @@ from dcp_mem.comm.agreement import (
 )
 from dcp_mem.common import faults
 from dcp_mem.common.sendable import sendable
+from dcp_mem.format import names
 from dcp_mem.format.catalog import catalog_key
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.runtime.last_saves import SavedPlan
-from dcp_mem.saving.frozen import remember, share_staged, take_back
+from dcp_mem.saving.frozen import remember
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.values import (
     Agreed,
     Completed,
-    ItemProvider,
+    Items,
     Planned,
     SaveContext,
     Staged,
@@ -61,7 +65,6 @@ def complete(
     agreed: Agreed,
     planned: Planned,
     staged: Attempted[Staged],
-    provider: ItemProvider,
 ) -> Completed:
     """Mark the checkpoint COMPLETE on every node; on return this node can restore it.
 
@@ -79,7 +82,7 @@ def complete(
     last = session.last_saves.plans.get(key)
     is_shared = staged.error is not None
     try:
-        receipts = _exchange_receipts(context, staged, last, provider)
+        receipts = _exchange_receipts(context, staged, last, is_new=planned.is_new)
         faults.point("complete.receipts")
         # Before the checkpoint is there: from then on its segments may be flushed.
         _share(context, staged.value)
@@ -96,8 +99,7 @@ def complete(
         _remember(context, planned, saved)
         remember(session, context.group, staged.value.frozen, (context.name, agreed.save_id))
         session.last_saves.persisted.note(agreed.persist, agreed.info.step)
-        provider.settle(saved)
-        return Completed(manifest, agreed, staged.value)
+        return Completed(manifest, agreed, staged.value, saved)
     except BaseException:
         session.last_saves.is_swept = False
         raise
@@ -113,29 +115,30 @@ def _exchange_receipts(
     context: SaveContext,
     staged: Attempted[Staged],
     last: SavedPlan | None,
-    provider: ItemProvider,
+    *,
+    is_new: bool,
 ) -> _Receipts:
     """Join all ranks' receipts. Raises on all ranks where any of them has failed."""
     rank = context.ranks.rank
     if staged.error is None:
-        receipt = _receipt(rank, staged.value, last, has_changed=provider.has_changed(last))
+        receipt = _receipt(rank, staged.value, last, is_new=is_new)
     else:
         receipt = _Receipts("", False, (), staged.failures(rank))
     receipts = context.ranks.all_reduce(receipt, _Receipts.join)
     if receipts.failures and staged.error is None:
         context.session.slots.abandon(staged.value.slot)
         if staged.value.frozen is not None:
-            take_back(context.session, staged.value.frozen)
+            staged.value.frozen.give_back(context.session)
     raise_together(f"saving {context.name}", receipts.failures, staged.error)
     return receipts
 
 
-def _receipt(rank: int, staged: Staged, last: SavedPlan | None, *, has_changed: bool) -> _Receipts:
+def _receipt(rank: int, staged: Staged, last: SavedPlan | None, *, is_new: bool) -> _Receipts:
     tail = staged.segment.tail
     if last is None:
         return _Receipts("", True, (), ())
     is_elsewhere = last.segments.tail[rank] != tail
-    is_new = has_changed or _differs(last, staged, rank)
+    is_new = is_new or _differs(last, staged, rank)
     return _Receipts(last.save_id, is_new, ((rank, tail),) if is_elsewhere else (), ())
 
 
@@ -152,14 +155,15 @@ def _fingerprint(staged: Staged) -> int:
     items = staged.items.fingerprint(staged.order)
     if staged.frozen is None:
         return items
-    return hash((items, staged.frozen.segment.layout, *staged.frozen.filled.items.keys))
+    frozen = staged.frozen.items
+    return hash((items, frozen.layout.described.key, *frozen.keys))
 
 
 def _share(context: SaveContext, staged: Staged) -> None:
     """Let readers and the agent in to this rank's segments."""
     context.session.slots.share(staged.slot)
     if staged.frozen is not None:
-        share_staged(context.session, staged.frozen)
+        staged.frozen.share(context.session)
 
 
 # -- segments and catalog --------------------------------------------------------------------------
@@ -178,17 +182,34 @@ def _described(context: SaveContext, agreed: Agreed, staged: Staged) -> tuple[Sa
     Returns what is saved, and on each node's leader the catalog's bytes.
     """
     ranks = context.ranks
-    second = None if staged.frozen is None else staged.frozen.segment
+    second = None if staged.frozen is None else staged.frozen.sealed
     found = ranks.all_reduce({ranks.rank: (staged.segment, second)}, operator.or_)
     firsts, seconds = zip(*(found[rank] for rank in range(ranks.size)), strict=True)
     segments = Segments.of(agreed.save_id, filter(None, (*firsts, *seconds)))
     items = staged.items
-    parts = ranks.gather(items.part(context.rank, staged), items.share)
-    made = attempt(lambda: items.catalog(parts).to_bytes() if ranks.rank == 0 else b"")
+    parts = ranks.gather(_parts(context.rank, staged), partial(_share_parts, items))
+    in_order = [
+        part for place in (0, 1) for of_rank in parts for part in of_rank[place : place + 1]
+    ]
+    made = attempt(lambda: items.catalog(in_order).to_bytes() if ranks.rank == 0 else b"")
     key = on_rank_0(ranks, f"describing {context.name}", lambda: catalog_key(made.value))
     context.session.heap.note_growth()
     saved = SavedPlan(key, _fingerprint(staged), segments)
     return saved, ranks.tell_leaders(made.value)
+
+
+def _parts(rank: int, staged: Staged) -> list[Any]:
+    """Return what a rank says of its segments, the one with its frozen items last."""
+    parts = [staged.items.part(rank, staged.order, staged.layout.described)]
+    if staged.frozen is not None:
+        frozen, number = staged.frozen.items, rank + names.FROZEN
+        parts.append(staged.items.part(number, frozen.rows, frozen.layout.described))
+    return parts
+
+
+def _share_parts(items: Items, parts: Sequence[list[Any]]) -> list[list[Any]]:
+    shared = iter(items.share(list(chain.from_iterable(parts))))
+    return [list(islice(shared, len(part))) for part in parts]
 
 
 def _retain(context: SaveContext, agreed: Agreed) -> None:

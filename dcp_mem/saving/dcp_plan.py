@@ -18,45 +18,32 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_mem.common.values import Outcome
 from dcp_mem.format.catalog_conversion import RankItems, catalog_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
-from dcp_mem.format.metadata import with_storage
+from dcp_mem.format.metadata import StorageInfo, with_storage
 from dcp_mem.runtime.last_saves import SavedPlan
 from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, warn_without_effect
-from dcp_mem.saving.frozen_apart import frozen_apart
-from dcp_mem.saving.plan import PlannerItems, item_key, plan_segment, resolves_as_is
-from dcp_mem.saving.stage import stage
-from dcp_mem.saving.values import ItemProvider, Planned, SaveContext
+from dcp_mem.saving.plan import PlannerItems, frozen_apart, item_key, plan_segment, resolves_as_is
+from dcp_mem.saving.values import DCP_PLAN, Planned, SaveContext, Staged, places_in
 
 
-class DcpPlanItems(ItemProvider):
-    """The items of a plan that DCP has made, for one save."""
-
-    def __init__(self, plan: SavePlan, planner: SavePlanner, tracker: DcpPlanTracker) -> None:
-        """Take what DCP hands to `write_data`."""
-        self._plan, self._planner, self._tracker = plan, planner, tracker
-
-    def plan(self, context: SaveContext) -> Planned:
-        """Take this rank's plan apart."""
-        items = PlannerItems(self._planner, partial(self._tracker.metadata, self._planner))
-        planned = plan_segment(context, self._plan, self._planner, items)
-        if context.frozen is None:
-            return planned
-        why_not = _why_not_frozen(context, self._planner)
-        if why_not:
-            warn_without_effect(context.session, why_not)
-            return planned
-        keys = list(map(item_key, planned.tensors))
-        tensors = list(map(self._planner.resolve_data, planned.tensors))
-        return frozen_apart(context, planned, keys, tensors)[0]  # type: ignore[arg-type]
-
-    stage = staticmethod(stage)
-
-    def has_changed(self, saved: SavedPlan | None) -> bool:
-        """Return whether the metadata may differ from that of the last save."""
-        return self._tracker.has_changed(self._planner, saved)
-
-    def settle(self, saved: SavedPlan) -> None:
-        """Remember that the checkpoint is complete with this structure."""
-        self._tracker.settle(self._planner, saved)
+def dcp_planned(
+    context: SaveContext, plan: SavePlan, planner: SavePlanner, tracker: DcpPlanTracker
+) -> Planned:
+    """Take apart this rank's part of a plan that DCP has made."""
+    items = PlannerItems(planner, partial(tracker.metadata, planner))
+    planned = replace(
+        plan_segment(context, plan, planner, items),
+        is_new=tracker.has_changed(
+            planner, context.session.last_saves.plans.get(context.plan_key(DCP_PLAN))
+        ),
+    )
+    if context.frozen is None:
+        return planned
+    why_not = _why_not_frozen(context, planner)
+    if why_not:
+        warn_without_effect(context.session, why_not)
+        return planned
+    keys, tensors = list(map(item_key, planned.tensors)), map(planner.resolve_data, planned.tensors)
+    return frozen_apart(context, planned, keys, list(tensors))[0]  # type: ignore[arg-type]
 
 
 def _why_not_frozen(context: SaveContext, planner: SavePlanner) -> str:
@@ -217,6 +204,19 @@ def republish(
             memory.record_flush(checkpoint, FlushRecord(save_id=manifest.save_id))
     if manifest.persist:
         session.wake_agent(context.settings)
+
+
+def results_of(staged: Staged) -> list[WriteResult]:
+    """Return the write results of all items, for DCP."""
+    found = [(staged.segment.file, staged.order, staged.places)]
+    if (frozen := staged.frozen) is not None:
+        assert frozen.sealed is not None
+        found.append((frozen.sealed.file, frozen.items.rows, [*places_in(frozen.items.layout)]))
+    return [
+        WriteResult(staged.items.index(item), nbytes, StorageInfo(file, offset, nbytes))
+        for file, items, places in found
+        for item, (offset, nbytes) in zip(items, places, strict=True)
+    ]
 
 
 def fill_in(

@@ -39,10 +39,9 @@ from dcp_mem.saving.values import NoCommonPlan, SaveContext
 class DcpTakeover:
     """One `dcp.save` whose planning dcp_mem takes over, if all ranks can.
 
-    `staged`: what is saved, where `dcp.async_save` has staged it. `items`: what is saved; set once
-    all ranks have agreed, like `settled`. `settled`: what they agreed on; None where the save is
-    skipped. `is_planned`: whether dcp_mem plans the save, on all ranks. Otherwise DCP's planner
-    does.
+    `staged`: what is saved, where `dcp.async_save` has staged it. `settled`: what all ranks have
+    agreed on; None where the save is skipped. `is_planned`: whether dcp_mem plans the save, on all
+    ranks. Otherwise DCP's planner does.
     """
 
     def __init__(self, call: PlanningCall) -> None:
@@ -63,7 +62,6 @@ class DcpTakeover:
         # Also where DCP's planner plans: the ranks are told when it raises.
         self._stand_in = _StandIn(planner)
         call.replace_planner(self._stand_in)
-        self.items: AheadCopy | OwnPlanItems | None = None
         self.settled: Settled | None = None
         self.is_planned = False
 
@@ -93,12 +91,16 @@ class DcpTakeover:
 
         Raises Exception.
         """
-        self.items = self._provider(context)
+        items = self._ahead or OwnPlanItems(
+            own_plans_of(context.session),
+            self._state,
+            why_not=self._why_not,
+            to_lowest_rank=self._stand_in.saves_to_lowest_rank,
+        )
         self._state = Attempted(({},))
         try:
-            self.settled = settle(context, self.items)
+            self.settled = settle(context, items.plan, items.find_common_plan)
         except NoCommonPlan as reason:
-            self.items = None
             self.leave_to_torch()
             note_torch_plans(context.session, context.name, reason.why_not)
             return
@@ -115,19 +117,9 @@ class DcpTakeover:
 
     def give_up(self) -> None:
         """Give back what has been copied already: the save has failed, or is skipped."""
-        self.items = None  # it refers to the caller's tensors
+        self.settled = None  # it refers to the caller's tensors
         if self._ahead is not None:
             self._ahead.give_back()
-
-    def _provider(self, context: SaveContext) -> AheadCopy | OwnPlanItems:
-        if self._ahead is not None:
-            return self._ahead
-        return OwnPlanItems(
-            own_plans_of(context.session),
-            self._state,
-            why_not=self._why_not,
-            to_lowest_rank=self._stand_in.saves_to_lowest_rank,
-        )
 
     @property
     def metadata(self) -> ReturnedMetadata | None:

@@ -41,7 +41,7 @@ def name_refused(staged: Staged) -> None:
         return
     _looked_at.add(items.structure)
     streams, left = [], _MOST_NBYTES
-    for item, offset, nbytes in zip(staged.order, staged.offsets, staged.lengths, strict=True):
+    for item, (offset, nbytes) in zip(staged.order, staged.places, strict=True):
         if items.is_object(item) and nbytes <= left:
             left -= nbytes
             data = os.pread(staged.slot.descriptor, nbytes, offset)

@@ -159,14 +159,57 @@ def named(keys: Iterable[str]) -> str:
     return ", ".join(found[:_MOST_NAMED]) + more
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class FilledFrozen:
-    """A slot that has the bytes of the frozen items."""
+    """A slot that has the bytes of the frozen items; a segment of this save once it is sealed."""
 
     items: FrozenItems
     segment: FrozenSegment  # what is known of the slot's bytes, for the next saves
     # on the slot where it is a segment already, of earlier checkpoints; None otherwise
     hold: SlotHold | None = None
+    sealed: Segment | None = None
+    path: str = ""
+
+    def seal(self, session: Session, rank: int, save_id: str, name: str) -> None:
+        """Make a segment of this save of the slot; a shared one gets a link.
+
+        Raises DcpMemError.
+        """
+        number, known = rank + names.FROZEN, self.segment
+        file = names.segment_file(number, save_id)
+        path = os.path.join(session.memory.checkpoint_directory(name), file)
+
+        def add(directory: str) -> None:
+            if self.hold is None:
+                session.slots.seal(known.slot, path)
+            elif not session.slots.link(known.slot, known.claims, path):
+                raise DcpMemError(f"the segment of frozen tensors that {name} was to share is gone")
+
+        session.memory.add_segment(name, add)
+        self.path = path
+        self.sealed = Segment(
+            rank=number,
+            node=session.memory.node,
+            file=file,
+            nbytes=known.layout.layout.nbytes,
+            layout=known.layout.described.key,
+        )
+
+    def give_back(self, session: Session) -> None:
+        """Give the slot back: its save has failed, whether it was sealed or not."""
+        if self.hold is None:
+            session.slots.abandon(self.segment.slot)
+            return
+        if self.path:
+            session.slots.unlink(self.segment.slot, self.path)
+        self.hold.end()
+
+    def share(self, session: Session) -> None:
+        """Let readers and the agent in to the sealed segment."""
+        if self.hold is None:
+            session.slots.share(self.segment.slot)
+        else:
+            self.hold.end()
 
 
 def reused(session: Session, group: object, items: FrozenItems) -> FilledFrozen | None:
@@ -223,95 +266,32 @@ def identities_of(items: FrozenItems) -> list[Identity]:
     return list(map(identity_of, items.tensors))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedFrozen:
-    """This rank's sealed segment of frozen items."""
-
-    segment: Segment
-    path: str
-    filled: FilledFrozen
-
-
-def seal_frozen(
-    session: Session, rank: int, save_id: str, name: str, filled: FilledFrozen
-) -> StagedFrozen:
-    """Make a segment of this save of the slot with the frozen items; a shared one gets a link.
-
-    Raises DcpMemError.
-    """
-    number, known = rank + names.FROZEN, filled.segment
-    file = names.segment_file(number, save_id)
-    path = os.path.join(session.memory.checkpoint_directory(name), file)
-
-    def add(directory: str) -> None:
-        if filled.hold is None:
-            session.slots.seal(known.slot, path)
-        elif not session.slots.link(known.slot, known.claims, path):
-            raise DcpMemError(f"the segment of frozen tensors that {name} was to share is gone")
-
-    session.memory.add_segment(name, add)
-    segment = Segment(
-        rank=number,
-        node=session.memory.node,
-        file=file,
-        nbytes=known.layout.layout.nbytes,
-        layout=known.layout.described.key,
-    )
-    return StagedFrozen(segment=segment, path=path, filled=filled)
-
-
-def give_back(session: Session, filled: FilledFrozen) -> None:
-    """Give back a slot with frozen items that hasn't been sealed."""
-    if filled.hold is not None:
-        filled.hold.end()
-    else:
-        session.slots.abandon(filled.segment.slot)
-
-
-def take_back(session: Session, staged: StagedFrozen) -> None:
-    """Give back the sealed segment of a save that has failed."""
-    slot = staged.filled.segment.slot
-    if staged.filled.hold is not None:
-        session.slots.unlink(slot, staged.path)
-        staged.filled.hold.end()
-    else:
-        session.slots.abandon(slot)
-
-
-def share_staged(session: Session, staged: StagedFrozen) -> None:
-    """Let readers and the agent in to a sealed segment."""
-    if staged.filled.hold is not None:
-        staged.filled.hold.end()
-    else:
-        session.slots.share(staged.filled.segment.slot)
-
-
 def remember(
-    session: Session, group: object, staged: StagedFrozen | None, save: tuple[str, str]
+    session: Session, group: object, frozen: FilledFrozen | None, save: tuple[str, str]
 ) -> None:
     """Have the next save share what this complete one has.
 
-    `staged`: this save's segment of frozen items; None where it has none.
+    `frozen`: this save's segment of frozen items; None where it has none.
     """
-    if staged is None:
+    if frozen is None:
         session.frozen.keep(group, None)
         return
-    segment = staged.filled.segment
-    if staged.filled.hold is not None:
+    segment = frozen.segment
+    if frozen.hold is not None:
         segment.since.append(save)
     session.frozen.keep(group, segment)
 
 
-def compare_if_due(session: Session, staged: StagedFrozen | None, *, is_persisted: bool) -> None:
+def compare_if_due(session: Session, frozen: FilledFrozen | None, *, is_persisted: bool) -> None:
     """Have all frozen bytes held against their segment behind training, if that is due.
 
     Where they differ, the checkpoints that may hold stale bytes are rejected.
 
-    `staged`: this save's segment of frozen items; None where it has none.
+    `frozen`: this save's segment of frozen items; None where it has none.
     """
-    if staged is None or session.frozen.comparison.is_busy:
+    if frozen is None or session.frozen.comparison.is_busy:
         return
-    known, items = staged.filled.segment, staged.filled.items
+    known, items = frozen.segment, frozen.items
     if not known.identities or not known.is_compared_now(is_persisted=is_persisted):
         return
     hold = session.slots.hold(known.slot, known.claims)

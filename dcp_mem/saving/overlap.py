@@ -46,7 +46,7 @@ from dcp_mem.saving.values import Planned
 _BATCH, _AWAITED_BATCH = 16 << 20, 1 << 30
 """Bytes that are copied at a time; once somebody waits, more: each time wakes other threads."""
 _SAMPLES = 256
-_pending: set[OverlappedCopies] = set()
+_pending: set[LaterCopies] = set()
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _guard = threading.RLock()  # a collection within it may give copies back
 _copiers = KeptThreads(16, OVERLAPPING)
@@ -98,18 +98,20 @@ def wait_for_copies(optimizer: Optimizer | None = None) -> None:
             copies.wait()
 
 
-class OverlappedCopies:
-    """The copies of one save that are made behind the training loop: a `Later`."""
+class LaterCopies:
+    """The copies of one save that are made behind the training loop, and by devices.
 
-    def __init__(self, overlap: Overlap, planned: Planned, warn: Callable[[str], None]) -> None:
-        """Prepare to take over copies.
+    `overlap`: what is copied behind the loop; None where devices alone copy behind it. `planned`:
+    what is saved; kept only where what is copied is to be validated. `warn`: called with the reason
+    where everything has to be copied at once.
+    """
 
-        `planned`: what is saved; kept only where what is copied is to be validated. `warn`: called
-        with the reason where everything has to be copied at once.
-        """
-        self.optimizers = overlap.optimizers
-        self._validates, self._warn = overlap.validate, warn
-        self._planned = planned if overlap.validate else None
+    def __init__(
+        self, overlap: Overlap | None, planned: Planned, warn: Callable[[str], None]
+    ) -> None:
+        self.optimizers = () if overlap is None else overlap.optimizers
+        self._validates, self._warn = overlap is not None and overlap.validate, warn
+        self._planned = planned if self._validates else None
         self._left = _Copies()
         self._checks: list[_Check] = []
         self._read: list[torch.UntypedStorage] = []
@@ -190,11 +192,14 @@ class OverlappedCopies:
             raise self._error
 
     def cancel(self, then: Callable[[], None]) -> None:
-        """Make no further copy, and call `then` once none is being made."""
+        """Make no further copy, and call `then` once none is being made.
+
+        This waits for that, unless a collection of garbage calls it in the very thread that makes
+        the copies: then that thread calls `then`, which gives back what is copied to.
+        """
         self._is_cancelled = True
         with self._guard:
             if self._is_copying and is_copying_thread():
-                # A collection of garbage calls this, in the middle of what the copier waits for.
                 self._then = then
                 return
             if not self._is_copying:  # and it never will be

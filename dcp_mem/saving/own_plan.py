@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_mem.format.byte_items import stream_of
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.frames import Specs
+from dcp_mem.format.layout import Layout
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.global_plan import GlobalPlan
 from dcp_mem.planning.plain_tensors import SourcesByBlock
@@ -25,12 +25,8 @@ from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, Split, warn_without_effect
-from dcp_mem.saving.frozen_apart import frozen_apart
-from dcp_mem.saving.plan import expected_tail
-from dcp_mem.saving.values import Planned, SaveContext, Staged
-
-_Written = tuple[WrittenItems, ...]
-"""What a rank has written to each of its segments."""
+from dcp_mem.saving.plan import expected_tail, frozen_apart
+from dcp_mem.saving.values import Planned, SaveContext
 
 
 @dataclass(eq=False, kw_only=True)
@@ -188,19 +184,11 @@ class RowItems:
     def fingerprint(self, items: Sequence[int]) -> int:
         return hash((self._plan_id, len(items)))
 
-    def part(self, rank: int, staged: Staged) -> _Written:
-        first = WrittenItems(rank, np.array(staged.order, np.int64), staged.layout.described)
-        if staged.frozen is None:
-            return (first,)
-        items = staged.frozen.filled.items
-        rows = np.array(items.rows, np.int64)
-        return first, WrittenItems(staged.frozen.segment.rank, rows, items.layout.described)
+    def part(self, rank: int, items: Sequence[int], layout: Layout) -> WrittenItems:
+        return WrittenItems(rank, np.array(items, np.int64), layout)
 
-    def share(self, parts: Sequence[_Written]) -> Sequence[_Written]:
-        shared = iter(share_written([one for part in parts for one in part]))
-        return [tuple(islice(shared, len(part))) for part in parts]
+    share = staticmethod(share_written)
 
-    def catalog(self, parts: Sequence[_Written]) -> Catalog:
+    def catalog(self, parts: Sequence[WrittenItems]) -> Catalog:
         assert self._whole is not None
-        second = [one for part in parts for one in part[1:]]
-        return catalog_of_written(self._whole, [*(part[0] for part in parts), *second])
+        return catalog_of_written(self._whole, parts)

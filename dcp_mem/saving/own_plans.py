@@ -28,7 +28,7 @@ from dcp_mem.planning.global_plan import GlobalPlan, merge
 from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
 from dcp_mem.planning.plan_columns import LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import Structure
-from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
+from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.first_save import name_differing
 from dcp_mem.saving.own_plan import (
@@ -37,13 +37,12 @@ from dcp_mem.saving.own_plan import (
     planned_by,
     rows_of,
 )
-from dcp_mem.saving.stage import stage
-from dcp_mem.saving.values import ItemProvider, NoCommonPlan, Planned, SaveContext, Unplanned
+from dcp_mem.saving.values import NoCommonPlan, Planned, SaveContext, Unplanned
 
 _PLANS_KEPT = 4
 
 
-class OwnPlanItems(ItemProvider):
+class OwnPlanItems:
     """The items of a state dict, by a plan of dcp_mem's own, for one save."""
 
     def __init__(
@@ -75,9 +74,9 @@ class OwnPlanItems(ItemProvider):
         )
         if isinstance(planned, Unplanned):
             self._structure = planned.structure
-        else:
-            self._structure = rows_of(planned).structure
-        return planned
+            return planned
+        self._structure = rows_of(planned).structure
+        return replace(planned, is_new=self._is_new)
 
     def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
         """Turn to a plan that fits on every rank, or else make one with all ranks.
@@ -87,7 +86,8 @@ class OwnPlanItems(ItemProvider):
         if why_not:
             return False
         if self._is_new:
-            raise NoCommonPlan("a structure that is another each time it is looked at") from None
+            why = "a structure that is another each time it is looked at"
+            raise known_to_all(NoCommonPlan(why)) from None
         self._wanted = "" if self._wanted else in_common
         if not self._wanted:
             assert self._structure is not None
@@ -95,12 +95,6 @@ class OwnPlanItems(ItemProvider):
             name_differing(context.ranks, self._structure, self._state.value)
             self._is_new = True
         return True
-
-    stage = staticmethod(stage)
-
-    def has_changed(self, saved: SavedPlan | None) -> bool:
-        """Return whether the plan was made for this save."""
-        return self._is_new
 
 
 class OwnPlans:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -20,21 +21,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.format.catalog import Catalog
-from dcp_mem.format.catalog_conversion import catalog_of
+from dcp_mem.format.catalog_conversion import RankItems, catalog_of
 from dcp_mem.format.frames import Specs
 from dcp_mem.format.layout import align
 from dcp_mem.planning.plain_tensors import Sources, sources_of
 from dcp_mem.planning.shard_marks import have_own_marks
 from dcp_mem.policy.slots import SlotNeed
 from dcp_mem.runtime.frozen import ItemKey
-from dcp_mem.saving.values import (
-    DCP_PLAN,
-    IndexedItems,
-    IndexedPart,
-    Planned,
-    SaveContext,
-    in_order,
-)
+from dcp_mem.saving.frozen import FrozenItems, Split, split, with_known_segment
+from dcp_mem.saving.values import DCP_PLAN, IndexedItems, Planned, SaveContext
 
 TAIL_ROOM = 1 << 20
 """Bytes reserved behind a layout for byte items, whose sizes no plan tells."""
@@ -77,12 +72,52 @@ def plan_segment(
 
 def claims_of(planned: Planned) -> list[SlotNeed]:
     """Return the slots that staging claims for this rank's part of a plan, in this order."""
-    if planned.is_written:
+    if planned.filled is not None:
         return []
     claims = [SlotNeed(planned.nbytes + TAIL_ROOM, planned.layout.frames)]
     if planned.frozen is not None and planned.copied_frozen_nbytes:
         claims.insert(0, SlotNeed(planned.copied_frozen_nbytes, planned.frozen.layout.frames))
     return claims
+
+
+def frozen_apart(
+    context: SaveContext,
+    planned: Planned,
+    keys: Sequence[ItemKey],
+    tensors: Sequence[torch.Tensor],
+    last: Split | None = None,
+) -> tuple[Planned, Split | None]:
+    """Return the same part of a plan with the frozen tensors apart, where there are enough of them.
+
+    Returns the part of the plan, and how its tensors were divided; None where they weren't.
+    """
+    assert context.frozen is not None
+    session, whole = context.session, planned.layout
+    parts = split(session, context.frozen, keys, tensors, whole, last)
+    if parts is None:
+        return planned, None
+    sources = planned.sources
+    is_frozen, is_other = parts.is_frozen, list(map(operator.not_, parts.is_frozen))
+    frozen = FrozenItems(
+        rows=list(compress(planned.tensors, is_frozen)),
+        keys=parts.keys,
+        tensors=list(compress(tensors, is_frozen)),
+        layout=parts.frozen,
+        sources=None if sources is None else sources.only(is_frozen),
+        is_lasting=not context.has_copies,  # those of a copy the next save won't find
+    )
+    if frozen.is_lasting:
+        frozen = with_known_segment(session, context.group, frozen)
+    others = replace(
+        planned,
+        tensors=list(compress(planned.tensors, is_other)),
+        layout=parts.others,
+        nbytes=planned.nbytes - whole.layout.nbytes + parts.others.layout.nbytes,
+        sources=None if sources is None else sources.only(is_other),
+        frozen=frozen,
+        group=context.group,
+    )
+    return others, parts
 
 
 class PlannerItems(IndexedItems):
@@ -96,8 +131,8 @@ class PlannerItems(IndexedItems):
         """Return a hash of names and offsets; the items themselves would hold megabytes."""
         return hash((*map(_FQN, items), *map(_OFFSET, items)))
 
-    def catalog(self, parts: Sequence[IndexedPart]) -> Catalog:
-        return catalog_of(self._metadata(), in_order(parts))
+    def catalog(self, parts: Sequence[RankItems]) -> Catalog:
+        return catalog_of(self._metadata(), parts)
 
 
 def resolves_as_is(planner: SavePlanner) -> bool:

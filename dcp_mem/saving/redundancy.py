@@ -130,7 +130,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
             transport=settings.transport,
             claim=session.slot_for,
             stale=frozenset(session.frozen.stale),
-            on_replicated=_nothing if frozen is None else frozen.filled.segment.note_replicated,
+            on_replicated=_nothing if frozen is None else frozen.segment.note_replicated,
             store=held_store(),
         )
         unless_set_up.pop_all()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.comm import SingleRank, known_ranks, refuse_missing_group, run_token
-from dcp_mem.comm.agreement import Attempted, attempt
+from dcp_mem.comm.agreement import Attempted, attempt, leaving_on_error
 from dcp_mem.comm.bridge import SWITCH, torch_plans
 from dcp_mem.comm.bridge.calls import (
     DcpCall,
@@ -49,7 +49,7 @@ from dcp_mem.saving.ahead import (
     staged_in,
     stands_for_staged,
 )
-from dcp_mem.saving.calls import DcpSave, ThreadCalls, called, leave, opened_together
+from dcp_mem.saving.calls import DcpSave, ThreadCalls, called, opened_together
 from dcp_mem.saving.dcp_takeover import (
     DcpTakeover,
     note_torch_plans,
@@ -58,11 +58,11 @@ from dcp_mem.saving.dcp_takeover import (
 )
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
-from dcp_mem.saving.pipeline import carry_out, save
+from dcp_mem.saving.pipeline import FindCommonPlan, Plan, carry_out, save
 from dcp_mem.saving.private_copies import copied
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
-from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
-from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
+from dcp_mem.saving.streams import NothingNew, Streams
+from dcp_mem.saving.values import Completed, NoCommonPlan, Planned, SaveContext
 from dcp_mem.storage.destination import lives_in_one_process, trial_of
 
 _sends = Turns()
@@ -148,7 +148,9 @@ class Saver:
             if why_not:
                 takeover.leave_to_torch()
             else:
-                _settle(context, takeover)
+                with leaving_on_error(ranks), collector_paused():
+                    context.session.heap.settle()
+                    takeover.settle(context)
         elif torch_plans():
             note_torch_plans(context.session, context.name, f"{SWITCH} is set")
         elif uses_collectives and is_called_by_dcp():
@@ -184,9 +186,11 @@ class Saver:
             calls.turn = entered.value[1]  # kept: it ends with the call, failed or not
         return attempt(lambda: self._named(entered.value[0]))
 
-    def save(self, context: SaveContext, items: ItemProvider) -> Completed | None:
+    def save(
+        self, context: SaveContext, plan: Plan, find_common_plan: FindCommonPlan | None = None
+    ) -> Completed | None:
         """Take one save through its stages; see `saving/pipeline.py`."""
-        completed = save(context, items)
+        completed = save(context, plan, find_common_plan)
         if completed is not None:
             self._note(completed)
         return completed
@@ -195,15 +199,12 @@ class Saver:
         """Save what all ranks have settled on in DCP's planning step, unless it is skipped."""
         if takeover.settled is None:
             return
-        assert takeover.items is not None
         assert takeover.metadata is not None
-        items, settled = takeover.items, takeover.settled
-        takeover.items = takeover.settled = None  # they refer to the caller's tensors
+        settled, takeover.settled = takeover.settled, None  # it refers to the caller's tensors
         try:
-            completed = carry_out(replace(context, is_driven_by_dcp=False), items, settled)
+            completed = carry_out(replace(context, is_driven_by_dcp=False), settled)
         except BaseException:
-            if isinstance(items, AheadCopy):
-                items.give_back()
+            takeover.give_up()
             raise
         self._note(completed)
         takeover.metadata.settle(context.session, completed.manifest, completed.agreed.info)
@@ -224,40 +225,24 @@ class Saver:
         `process_group`: the ranks; None for the writer's. Raises NoCommonPlan.
         """
         with self.in_turn():
-            return self._save_state(
-                make_state, checkpoint_id, process_group, no_dist, to_lowest_rank
-            )
-
-    def _save_state(
-        self,
-        make_state: Callable[[], Mapping[str, Any]],
-        checkpoint_id: str | os.PathLike[str] | None,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-        to_lowest_rank: bool,
-    ) -> Metadata:
-        context = self._begin(checkpoint_id, process_group, no_dist)
-        try:
-            state = attempt(make_state)
-            plans = own_plans_of(context.session)
-            with collector_paused():
-                completed = self.save(
-                    context, OwnPlanItems(plans, state, to_lowest_rank=to_lowest_rank)
+            context = self._begin(checkpoint_id, process_group, no_dist)
+            session = context.session
+            with leaving_on_error(context.ranks):
+                items = OwnPlanItems(
+                    own_plans_of(session), attempt(make_state), to_lowest_rank=to_lowest_rank
                 )
+                try:
+                    with collector_paused():
+                        completed = self.save(context, items.plan, items.find_common_plan)
+                except NoCommonPlan as reason:
+                    # Of the save that DCP drives now. The ranks needn't find out once more.
+                    self._next_info, self.calls.why_not = context.info, str(reason.why_not) or "?"
+                    note_torch_plans(session, context.name, reason.why_not)
+                    raise
                 if completed is None:
                     return Metadata({})
                 faults.point("save.finished")
-                return ReturnedMetadata().settle(
-                    context.session, completed.manifest, completed.agreed.info
-                )
-        except NoCommonPlan as reason:
-            # Of the save that DCP drives now. The ranks needn't find out once more.
-            self._next_info, self.calls.why_not = context.info, str(reason.why_not) or "?"
-            note_torch_plans(context.session, context.name, reason.why_not)
-            raise
-        except BaseException as error:
-            leave(context, error)
-            raise
+                return ReturnedMetadata().settle(session, completed.manifest, completed.agreed.info)
 
     @contextmanager
     def left_to_torch(self) -> Iterator[None]:
@@ -306,15 +291,17 @@ class Saver:
                 self._next_info = context.info
                 raise NothingNew(context.name)
             streams = attempt(make_streams)
+
+            def plan(context: SaveContext) -> Planned:
+                return streams.value.planned(context)
+
             try:
-                completed = self.save(context, StreamItems(streams))
-                if completed is None:
-                    return None
-                faults.point("save.finished")
-                return completed.manifest
-            except BaseException as error:
-                leave(context, error)
-                raise
+                with leaving_on_error(context.ranks):
+                    completed = self.save(context, plan)
+                    if completed is None:
+                        return None
+                    faults.point("save.finished")
+                    return completed.manifest
             finally:
                 if streams.error is None:
                     streams.value.close()
@@ -570,13 +557,3 @@ def _is_late(until: float) -> bool:
 def _is_alone(value: Any) -> bool:
     """Tell whether these are the arguments of a call of DCP with no_dist=True."""
     return type(value) is dict and "storage_writer" in value and value.get("no_dist") is True
-
-
-def _settle(context: SaveContext, takeover: DcpTakeover) -> None:
-    try:
-        context.session.heap.settle()
-        with collector_paused():
-            takeover.settle(context)
-    except BaseException as error:
-        leave(context, error)
-        raise

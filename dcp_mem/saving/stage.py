@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
-from typing import Any, Protocol, overload
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_mem.common import faults
 from dcp_mem.common.values import Segment
@@ -20,8 +19,7 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.frames import Spec
 from dcp_mem.format.layout import align
-from dcp_mem.format.metadata import StorageInfo
-from dcp_mem.memory.copying import Chosen, Columns, Move, copy, copy_many, moves_of
+from dcp_mem.memory.copying import Columns, Move, copy, copy_many, moves_of
 from dcp_mem.memory.device_copies import DeviceCopies, copy_stream
 from dcp_mem.memory.slot import Slot
 from dcp_mem.planning.plain_tensors import HOST, NO_MEMORY, PLAIN, lacks_memory
@@ -33,20 +31,19 @@ from dcp_mem.planning.wrapper_tensors import (
     rebuilt,
     refuse_other_class,
 )
-from dcp_mem.runtime.layouts import PlanLayout, put_frames
+from dcp_mem.runtime.layouts import put_frames
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.frozen import (
-    FilledFrozen,
-    StagedFrozen,
-    give_back,
-    identities_of,
-    made,
-    reused,
-    seal_frozen,
-    take_back,
-)
+from dcp_mem.saving.frozen import FilledFrozen, identities_of, made, reused
+from dcp_mem.saving.overlap import LaterCopies
 from dcp_mem.saving.plan import TAIL_ROOM
-from dcp_mem.saving.values import Agreed, Items, Planned, SaveContext, Staged
+from dcp_mem.saving.values import (
+    Agreed,
+    Filled,
+    Items,
+    Planned,
+    SaveContext,
+    Staged,
+)
 
 _BATCH = 256 << 20
 _GATHERED = 256 << 10
@@ -54,55 +51,20 @@ _GATHERED = 256 << 10
 _NO_DATA = "a tensor on the meta device has no data to save: materialise the module first"
 
 
-class Later(Protocol):
-    """Takes over copies that needn't be made at once, and makes them in the background."""
-
-    def begin(self) -> None:
-        """Begin with the copies that have been taken over."""
-
-    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Chosen:
-        """Take copies over, in the order of a plan; return which are to be made at once."""
-
-    def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
-        """Enqueue copies of contiguous tensors on devices, none of which is empty."""
-
-    def finish(self) -> None:
-        """Return once all copies have been made; raise DcpMemError if what they are of changed."""
-
-    def cancel(self, then: Callable[[], None]) -> None:
-        """Make no further copy, and call `then` once none is being made.
-
-        This waits for that, unless a collection of garbage calls it in the very thread that makes
-        the copies: then that thread calls `then`, which gives back what is copied to.
-        """
-
-
 class _OtherThanPlanned(Exception):
     """A tensor isn't what the layout expects: the planner transforms tensors in another way now."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filled:
-    """A slot that this rank's items have been copied into; not a segment yet."""
-
-    slot: Slot
-    layout: PlanLayout
-    items: Items
-    order: Sequence[Any]  # the items, as they lie in the slot
-    tail: tuple[tuple[int, int], ...]  # (offset, bytes) of each item behind the layout
-    # another slot, with the frozen items; None where there are none
-    frozen: FilledFrozen | None = None
-
-
 def stage(context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-    """Copy this rank's items into a slot and seal it as a segment.
+    """Copy this rank's items into a slot, unless they lie in one, and seal it as a segment.
 
     Raises MemoryBudgetExceeded, Exception.
     """
-    return seal_filled(context, agreed, fill(context.session, planned))
+    filled = planned.filled() if planned.filled is not None else fill(context.session, planned)
+    return _sealed(context, agreed, filled)
 
 
-def fill(session: Session, planned: Planned, later: Later | None = None) -> Filled:
+def fill(session: Session, planned: Planned, later: LaterCopies | None = None) -> Filled:
     """Copy this rank's items into a slot.
 
     1. Claim a slot, one whose pages are there already if possible, and write the layout's frames
@@ -125,7 +87,7 @@ def fill(session: Session, planned: Planned, later: Later | None = None) -> Fill
             return replace(_fill_all(session, planned, later), frozen=frozen)
     except BaseException:
         if frozen is not None:
-            give_back(session, frozen)
+            frozen.give_back(session)
         raise
 
 
@@ -148,7 +110,7 @@ def _fill_frozen(session: Session, planned: Planned) -> FilledFrozen:
     return made(items, slot, identities)
 
 
-def _fill_all(session: Session, planned: Planned, later: Later | None) -> Filled:
+def _fill_all(session: Session, planned: Planned, later: LaterCopies | None) -> Filled:
     """Copy all items but the frozen ones."""
     try:
         return _fill(session, planned, later)
@@ -158,7 +120,7 @@ def _fill_all(session: Session, planned: Planned, later: Later | None) -> Filled
         return _fill(session, replace(planned, layout=learnt, sources=None), later)
 
 
-def _fill(session: Session, planned: Planned, later: Later | None) -> Filled:
+def _fill(session: Session, planned: Planned, later: LaterCopies | None) -> Filled:
     slots, layout = session.slots, planned.layout.layout
     nbytes = max(planned.nbytes, layout.nbytes) + TAIL_ROOM
     slot = slots.claim(nbytes, planned.layout.frames, mapped=layout.nbytes)
@@ -189,49 +151,53 @@ def _fill(session: Session, planned: Planned, later: Later | None) -> Filled:
     )
 
 
-def seal_filled(context: SaveContext, agreed: Agreed, filled: Filled) -> Staged:
+def _sealed(context: SaveContext, agreed: Agreed, filled: Filled) -> Staged:
     """Seal a slot as this rank's segment: from here on nothing writes into it any more."""
-    layout, tail, session = filled.layout.layout, filled.tail, context.session
-    frozen: StagedFrozen | None = None
+    session, slot, tail, frozen = context.session, filled.slot, filled.tail, filled.frozen
+    memory, file = session.memory, names.segment_file(context.rank, agreed.save_id)
+
+    def add(directory: str) -> None:
+        session.slots.seal(slot, os.path.join(directory, file))
+
     try:
-        if filled.frozen is not None:
-            frozen = seal_frozen(session, context.rank, agreed.save_id, context.name, filled.frozen)
+        if frozen is not None:
+            frozen.seal(session, context.rank, agreed.save_id, context.name)
             faults.point("frozen.sealed")
-        segment = seal(context, agreed, filled.slot, filled.layout, tail)
+        memory.add_segment(context.name, add)
         faults.point("stage.sealed")
     except BaseException:
-        session.slots.abandon(filled.slot)
+        session.slots.abandon(slot)
         if frozen is not None:
-            take_back(session, frozen)
-        elif filled.frozen is not None:
-            give_back(session, filled.frozen)
+            frozen.give_back(session)
         raise
+    segment = Segment(
+        rank=context.rank,
+        node=memory.node,
+        file=file,
+        nbytes=tail[-1][0] + tail[-1][1] if tail else filled.layout.layout.nbytes,
+        layout=filled.layout.described.key,
+        tail=tail,
+    )
     return Staged(
-        segment=segment,
+        slot=slot,
+        layout=filled.layout,
         items=filled.items,
         order=filled.order,
-        offsets=[*layout.offsets.tolist(), *(offset for offset, _ in tail)],
-        lengths=[*layout.lengths.tolist(), *(nbytes for _, nbytes in tail)],
-        slot=filled.slot,
-        layout=filled.layout,
+        tail=tail,
         frozen=frozen,
+        segment=segment,
     )
 
 
 def _spec(tensor: torch.Tensor) -> Spec | None:
     """Return dtype and shape of a tensor with a plain dense payload; None for any other."""
-    if not _is_dense(tensor):
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
-    return tensor.dtype, tensor.shape
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
-    if plain and tensor.device.type == "meta":
+    if tensor.device.type == "meta":
         raise DcpMemError(_NO_DATA)
-    if plain and lacks_memory(tensor):
+    if lacks_memory(tensor):
         raise DcpMemError(f"{NO_MEMORY}: save it while it has")
-    return plain
+    return tensor.dtype, tensor.shape
 
 
 def _resolved(items: Items, item: Any) -> tuple[torch.Tensor, Spec | None]:
@@ -256,7 +222,7 @@ def _resolve(items: Items, item: Any) -> torch.Tensor:
         return detached(tensor)
 
 
-def _copy_tensors(slot: Slot, planned: Planned, later: Later | None) -> list[Any]:
+def _copy_tensors(slot: Slot, planned: Planned, later: LaterCopies | None) -> list[Any]:
     """Copy dense tensors to their places; return the others' items. Raises _OtherThanPlanned."""
     layout, sources = planned.layout.layout, planned.sources
     targets, nbytes = slot.address + layout.payload_offsets, layout.payload_nbytes
@@ -275,7 +241,7 @@ def _copy_tensors(slot: Slot, planned: Planned, later: Later | None) -> list[Any
 
 
 def _copy_from_host(
-    targets: Columns, addresses: Columns, nbytes: Columns, later: Later | None
+    targets: Columns, addresses: Columns, nbytes: Columns, later: LaterCopies | None
 ) -> None:
     if later is not None:
         at_once = later.take(targets, addresses, nbytes)
@@ -288,7 +254,7 @@ def _copy_from_host(
 
 @contextmanager
 def _from_devices(
-    targets: Columns, sources: Iterable[torch.Tensor], later: Later | None
+    targets: Columns, sources: Iterable[torch.Tensor], later: LaterCopies | None
 ) -> Iterator[None]:
     """Enqueue copies from devices; have made them at the end, unless they are left for later."""
     if later is not None:
@@ -304,7 +270,7 @@ def _from_devices(
 
 
 def _copy_one_by_one(
-    slot: Slot, places: Sequence[tuple[int, int]], planned: Planned, later: Later | None
+    slot: Slot, places: Sequence[tuple[int, int]], planned: Planned, later: LaterCopies | None
 ) -> list[Any]:
     """Copy tensors of any kind, as the planner resolves them.
 
@@ -379,7 +345,7 @@ class OtherCopies:
         place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
     @contextmanager
-    def under_way(self, later: Later | None) -> Iterator[None]:
+    def under_way(self, later: LaterCopies | None) -> Iterator[None]:
         """Have devices copy what has been asked for; at the end of the context, it has been copied.
 
         `later`: takes these copies over; the end of the context doesn't wait for them then.
@@ -453,63 +419,3 @@ def _append(slot: Slot, offset: int, streams: Iterator[memoryview]) -> Iterator[
 def _write(slot: Slot, offset: int, data: bytes | bytearray | memoryview) -> None:
     slot.reserve(offset + len(data))
     slot.write_at(offset, data)
-
-
-def seal(
-    context: SaveContext,
-    agreed: Agreed,
-    slot: Slot,
-    plan_layout: PlanLayout,
-    tail: tuple[tuple[int, int], ...],
-) -> Segment:
-    """Make a slot this rank's segment.
-
-    `tail`: (offset, bytes) of each item behind them.
-    """
-    memory, slots, layout = context.session.memory, context.session.slots, plan_layout.layout
-    file = names.segment_file(context.rank, agreed.save_id)
-    nbytes = tail[-1][0] + tail[-1][1] if tail else layout.nbytes
-
-    def add(directory: str) -> None:
-        slots.seal(slot, os.path.join(directory, file))
-
-    memory.add_segment(context.name, add)
-    return Segment(
-        rank=context.rank,
-        node=memory.node,
-        file=file,
-        nbytes=nbytes,
-        layout=plan_layout.described.key,
-        tail=tail,
-    )
-
-
-class Results(Sequence[WriteResult]):
-    """The write results of all items, for DCP; each is made when it is looked at."""
-
-    def __init__(self, staged: Staged) -> None:
-        self._indexes = list(map(staged.items.index, staged.order))
-        self._files = [staged.segment.file] * len(self._indexes)
-        self._offsets, self._lengths = list(staged.offsets), list(staged.lengths)
-        if staged.frozen is not None:
-            frozen = staged.frozen.filled.items
-            self._indexes += map(staged.items.index, frozen.rows)
-            self._files += [staged.frozen.segment.file] * len(frozen.rows)
-            self._offsets += frozen.layout.layout.offsets.tolist()
-            self._lengths += frozen.layout.layout.lengths.tolist()
-
-    def __len__(self) -> int:
-        return len(self._indexes)
-
-    @overload
-    def __getitem__(self, number: int) -> WriteResult: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> list[WriteResult]: ...
-
-    def __getitem__(self, number: int | slice) -> WriteResult | list[WriteResult]:
-        if isinstance(number, slice):
-            return [self[one] for one in range(*number.indices(len(self)))]
-        length = self._lengths[number]
-        place = StorageInfo(self._files[number], self._offsets[number], length)
-        return WriteResult(self._indexes[number], length, place)

@@ -17,7 +17,6 @@ from typing import IO, Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from dcp_mem.comm.agreement import Attempted
 from dcp_mem.common import faults
 from dcp_mem.format.catalog import Catalog, Extent
 from dcp_mem.format.catalog_conversion import RankItems, catalog_of
@@ -26,18 +25,8 @@ from dcp_mem.format.layout import align
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.slots import SlotPool
-from dcp_mem.saving.stage import seal
-from dcp_mem.saving.values import (
-    STREAMS_PLAN,
-    Agreed,
-    IndexedItems,
-    IndexedPart,
-    ItemProvider,
-    Planned,
-    SaveContext,
-    Staged,
-    in_order,
-)
+from dcp_mem.runtime.layouts import PlanLayout
+from dcp_mem.saving.values import STREAMS_PLAN, Filled, IndexedItems, Planned, SaveContext
 
 _BUFFER = 1 << 20
 _COPIED_AT_ONCE = 16 << 20
@@ -111,36 +100,30 @@ class Streams:
 
     def planned(self, context: SaveContext) -> Planned:
         """Return this rank's part of the save that makes a checkpoint of what is here by now."""
+        self._own_slot()  # also where nothing is here: each rank has a segment
+        layout = context.session.layouts.of(Specs([], []))
         return Planned(
             items=_NamedItems(),
             tensors=(),
             objects=tuple(self._extents),
-            layout=context.session.layouts.of(Specs([], [])),
+            layout=layout,
             nbytes=self.nbytes,
             plan_id=STREAMS_PLAN,
-            is_written=self._slot is not None,
+            filled=lambda: self._filled(layout),
         )
 
-    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-        """Seal the slot as this rank's segment. From here on the slot isn't ours."""
-        slot, extents = self._own_slot(), tuple(self._extents.values())
-        try:
-            slot.reserve(max(self.nbytes, 1))
-            faults.point("stage.copied")
-            segment = seal(context, agreed, slot, planned.layout, extents)
-            faults.point("stage.sealed")
-        except BaseException:
-            self.close()
-            raise
+    def _filled(self, layout: PlanLayout) -> Filled:
+        """Hand over the slot, as it is to be sealed: from here on it isn't ours."""
+        slot, extents = self._own_slot(), self._extents
+        slot.reserve(max(self.nbytes, 1))
+        faults.point("stage.copied")
         self._slot = None
-        return Staged(
-            segment=segment,
-            items=planned.items,
-            order=planned.objects,
-            offsets=[offset for offset, _ in extents],
-            lengths=[nbytes for _, nbytes in extents],
+        return Filled(
             slot=slot,
-            layout=planned.layout,
+            layout=layout,
+            items=_NamedItems(),
+            order=tuple(extents),
+            tail=tuple(extents.values()),
         )
 
     def close(self) -> None:
@@ -186,9 +169,8 @@ class _NamedItems(IndexedItems):
     def fingerprint(self, items: Sequence[str]) -> int:
         return hash(tuple(items))
 
-    def catalog(self, parts: Sequence[IndexedPart]) -> Catalog:
-        found = in_order(parts)
-        count = Counter(index.fqn for part in found for index in part.indexes)
+    def catalog(self, parts: Sequence[RankItems]) -> Catalog:
+        count = Counter(index.fqn for part in parts for index in part.indexes)
 
         def index_of(index: MetadataIndex, rank: int) -> MetadataIndex:
             if count[index.fqn] == 1:
@@ -199,23 +181,10 @@ class _NamedItems(IndexedItems):
             RankItems(
                 part.rank, [index_of(index, part.rank) for index in part.indexes], part.layout
             )
-            for part in found
+            for part in parts
         ]
         known = {index.fqn: BytesStorageMetadata() for part in named for index in part.indexes}
         return catalog_of(Metadata(dict(known)), named)
-
-
-class StreamItems(ItemProvider):
-    """A rank's streams as the items of one save."""
-
-    def __init__(self, streams: Attempted[Streams]) -> None:
-        self._streams = streams
-
-    def plan(self, context: SaveContext) -> Planned:
-        return self._streams.value.planned(context)
-
-    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-        return self._streams.value.stage(context, agreed, planned)
 
 
 def name_of_rank(name: str, rank: int) -> str:

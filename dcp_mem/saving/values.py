@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from dcp_mem.common.values import SaveInfo, Segment
 from dcp_mem.config import Settings
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import RankItems
+from dcp_mem.format.layout import Layout
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.slot import Slot
 from dcp_mem.planning.plain_tensors import Sources
@@ -24,7 +25,7 @@ from dcp_mem.runtime.last_saves import GroupKey, PlanKey, SavedPlan
 from dcp_mem.runtime.layouts import PlanLayout
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.topology import Topology
-from dcp_mem.saving.frozen import FrozenItems, StagedFrozen
+from dcp_mem.saving.frozen import FilledFrozen, FrozenItems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class SaveContext:
 class Items(Protocol):
     """The items of a plan: their values and indexes, and the catalog that lists them.
 
-    The stages only hand the items on. Of a catalog each rank makes a part, and rank 0 joins these.
+    The stages only hand the items on. Of a catalog each rank makes its parts; rank 0 joins them.
     """
 
     def resolve(self, item: Any) -> Any:
@@ -76,14 +77,14 @@ class Items(Protocol):
     def fingerprint(self, items: Sequence[Any]) -> int:
         """Return a number that is the same for the same names and offsets in the same order."""
 
-    def part(self, rank: int, staged: Staged) -> Any:
-        """Return what a rank says of its segments, for the catalog."""
+    def part(self, rank: int, items: Sequence[Any], layout: Layout) -> Any:
+        """Return what a segment of these items is, for the catalog."""
 
     def share(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Return some ranks' parts, with what is equal in several of them as one object."""
+        """Return some segments' parts, with what is equal in several of them as one object."""
 
     def catalog(self, parts: Sequence[Any]) -> Catalog:
-        """Return the catalog of all ranks' parts, which come by rank. Called on rank 0."""
+        """Return the catalog of all segments, in their order. Called on rank 0."""
 
 
 DCP_PLAN = "dcp"
@@ -116,7 +117,9 @@ class Planned:
     sources: Sources | None = None
     plan_id: str = DCP_PLAN  # which plan of all ranks this is a part of
     other_plan_ids: tuple[str, ...] = ()  # plans that would fit here just as well
-    is_written: bool = False  # whether a slot holds all of it already
+    is_new: bool = False  # whether the catalog of the last save by this plan no longer holds, here
+    # returns the slot that all of it lies in already; None: it is to be copied
+    filled: Callable[[], Filled] | None = None
     # further tensors, which have a segment of their own; None where there are none
     frozen: FrozenItems | None = None
     group: GroupKey = ("", "")
@@ -173,22 +176,34 @@ class NoCommonPlan(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """This rank's sealed segment."""
+class Filled:
+    """A slot that this rank's items have been copied into; not a segment yet."""
 
-    segment: Segment
-    items: Items
-    order: Sequence[Any]  # the items, as they lie in the segment
-    offsets: Sequence[int]
-    lengths: Sequence[int]
     slot: Slot
     layout: PlanLayout
-    # this rank's segment of frozen items; None where it has none
-    frozen: StagedFrozen | None = None
+    items: Items
+    order: Sequence[Any]  # the items, as they lie in the slot
+    tail: tuple[tuple[int, int], ...]  # (offset, bytes) of each item behind the layout
+    # another slot, with the frozen items; None where there are none
+    frozen: FilledFrozen | None = None
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of each item in `order`."""
+        return [*places_in(self.layout), *self.tail]
 
 
-IndexedPart = tuple[RankItems, ...]
-"""What a rank says of its segments, the one with its frozen items last."""
+def places_in(plan_layout: PlanLayout) -> Iterator[tuple[int, int]]:
+    """Yield (offset, bytes) of each item of a layout."""
+    layout = plan_layout.layout
+    return zip(layout.offsets.tolist(), layout.lengths.tolist(), strict=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged(Filled):
+    """This rank's sealed segment, and that of its frozen items."""
+
+    segment: Segment
 
 
 class IndexedItems:
@@ -196,22 +211,11 @@ class IndexedItems:
 
     index: Callable[[Any], MetadataIndex]
 
-    def part(self, rank: int, staged: Staged) -> IndexedPart:
-        first = RankItems(rank, list(map(self.index, staged.order)), staged.layout.described)
-        if staged.frozen is None:
-            return (first,)
-        frozen = staged.frozen.filled.items
-        indexes = list(map(self.index, frozen.rows))
-        return first, RankItems(staged.frozen.segment.rank, indexes, frozen.layout.described)
+    def part(self, rank: int, items: Sequence[Any], layout: Layout) -> RankItems:
+        return RankItems(rank, list(map(self.index, items)), layout)
 
-    def share(self, parts: Sequence[IndexedPart]) -> Sequence[IndexedPart]:
+    def share(self, parts: Sequence[RankItems]) -> Sequence[RankItems]:
         return parts
-
-
-def in_order(parts: Sequence[IndexedPart]) -> list[RankItems]:
-    """Return the items of all segments, in the order in which a checkpoint lists these."""
-    seconds = [one for part in parts for one in part[1:]]
-    return [*(part[0] for part in parts), *seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,38 +225,4 @@ class Completed:
     manifest: Manifest
     agreed: Agreed
     staged: Staged
-
-
-# -- the whole of it -------------------------------------------------------------------------------
-
-
-class ItemProvider:
-    """Provides a save's items: by a plan of DCP's, by one of dcp_mem's own, or streams.
-
-    The pipeline asks in the order of these methods. What a method raises on one rank, all ranks
-    raise.
-    """
-
-    def plan(self, context: SaveContext) -> Planned | Unplanned:
-        """Return this rank's part of the save. Asked again after `find_common_plan`."""
-        raise NotImplementedError
-
-    def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
-        """Have the next `plan` fit together with that of the other ranks, which all call this.
-
-        False where they can't, for a NoCommonPlan that says this. Raises NoCommonPlan where they
-        can't for another reason.
-        """
-        return False
-
-    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-        """Seal this rank's segment."""
-        raise NotImplementedError
-
-    def has_changed(self, saved: SavedPlan | None) -> bool:
-        """Return whether the catalog of the last save by this plan no longer holds, here."""
-        return False
-
-    def settle(self, saved: SavedPlan) -> None:
-        """Take note that the checkpoint is complete."""
-        return
+    saved: SavedPlan  # what the next save by this plan may go by

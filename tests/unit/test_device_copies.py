@@ -22,7 +22,7 @@ from dcp_mem.planning import plain_tensors
 from dcp_mem.planning.plain_tensors import HOST
 from dcp_mem.saving import overlap as overlap_module
 from dcp_mem.saving import stage
-from dcp_mem.saving.overlap import OverlappedCopies
+from dcp_mem.saving.overlap import LaterCopies
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.roundtrip import Places, assert_same
 
@@ -476,7 +476,7 @@ def test_an_interrupt_while_copies_are_given_back_leaves_none_under_way(
 ) -> None:
     done: list[str] = []
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
-    copies = OverlappedCopies(dcp_mem.Overlap(optimizer), None, done.append)  # type: ignore[arg-type]
+    copies = LaterCopies(dcp_mem.Overlap(optimizer), None, done.append)  # type: ignore[arg-type]
     copies._copied.clear()
     copies._is_copying = True
 
@@ -507,7 +507,7 @@ def test_a_collection_in_the_copiers_own_thread_gives_back_only_once_it_has_copi
 ) -> None:
     done: list[str] = []
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
-    copies = OverlappedCopies(dcp_mem.Overlap(optimizer), None, done.append)  # type: ignore[arg-type]
+    copies = LaterCopies(dcp_mem.Overlap(optimizer), None, done.append)  # type: ignore[arg-type]
 
     def copy_here(destination: Any, source: Any, nbytes: Any) -> None:
         copies.cancel(lambda: done.append("given back"))

@@ -18,7 +18,7 @@ import dcp_mem
 from dcp_mem.memory import copying
 from dcp_mem.memory.copying import addresses_of, copy_many_here
 from dcp_mem.saving import overlap
-from dcp_mem.saving.overlap import OverlappedCopies
+from dcp_mem.saving.overlap import LaterCopies
 
 
 @given(
@@ -94,10 +94,10 @@ def test_addresses_of_devices_may_have_the_highest_bit_set(monkeypatch: pytest.M
     assert tensors.find(addresses_of([known]), np.array([8])).tolist() == [0]
 
 
-def _one_copy() -> tuple[OverlappedCopies, torch.Tensor]:
+def _one_copy() -> tuple[LaterCopies, torch.Tensor]:
     parameter, target = torch.nn.Parameter(torch.ones(3)), torch.zeros(3)
     optimizer = torch.optim.SGD([parameter])
-    copies = OverlappedCopies(dcp_mem.Overlap(optimizer), None, print)  # type: ignore[arg-type]
+    copies = LaterCopies(dcp_mem.Overlap(optimizer), None, print)  # type: ignore[arg-type]
     columns = np.array([[target.data_ptr()], [parameter.data_ptr()], [12]])
     assert copies.take(*columns).tolist() == [False]
     return copies, target
