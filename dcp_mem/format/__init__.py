@@ -11,8 +11,7 @@ Read it in this order:
 - `saved_streams`: whether a stream is what `torch.save` wrote.
 - `segments`, `manifest`: which segments a checkpoint consists of, and the other JSON records.
 - `catalog`: what a checkpoint consists of, item by item. A catalog is written as a `column_file`;
-  its names and paths are stored as `name_columns`, its rows as `shared_runs`: of many, only
-  those are made that somebody asks for. `catalog_checks` refuses one that contradicts itself;
+  its rows are stored as `shared_runs`: of many, only those are made that somebody asks for.
   `locations` finds its items in the segments.
 - `torch_names`, `metadata`, `catalog_conversion`: between catalogs and DCP's own objects.
 - `sizes`: what a file claims, held against what there is.
