@@ -16,14 +16,12 @@ from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log, log_once
 from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import NoRecoverableCheckpoint, RankFailed, SegmentCorrupt
-from dcp_mem.loading.candidates import open_next, open_without
+from dcp_mem.loading.find import open_next, open_without
+from dcp_mem.loading.finish import RecoveryReport, record_load, report_of, restore_redundancy
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.plan import plan_again, planned_names, plans_alone
 from dcp_mem.loading.read import read_items
-from dcp_mem.loading.record import record_load
-from dcp_mem.loading.redundancy import restore_redundancy
-from dcp_mem.loading.report import RecoveryReport, report_of
 from dcp_mem.loading.shared_fetch import LoadGroup
 from dcp_mem.loading.sources.base import SOURCE_ERRORS
 from dcp_mem.loading.sources.memory import MemorySource
