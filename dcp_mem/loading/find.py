@@ -37,7 +37,7 @@ def open_newest(load: LoadAttempt) -> OpenCheckpoint:
     Raises NoRecoverableCheckpoint, CheckpointNotFound, ConfigError, RankFailed.
     """
     for scope in (names.COLLECTIVE, names.rank_scope(load.request.rank)):
-        load.search_in(scope)
+        load.search = replace(load.search, scope=scope)
         plan = elect_together(load, load.search)
         load.adopt(plan)
         if plan.choices:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
 from dcp_mem.config import Settings
@@ -99,13 +99,6 @@ class LoadAttempt:
         return self.search.is_collective
 
     # -- candidates --------------------------------------------------------------------------------
-
-    def search_in(self, scope: str) -> None:
-        """Let surveys look for checkpoints of this scope from now on.
-
-        `scope`: "" for checkpoints that all ranks saved together, or the rank that saved alone.
-        """
-        self.search = replace(self.search, scope=scope)
 
     def adopt(self, plan: RecoveryPlan) -> None:
         """Try the candidates of this plan, from the newest on."""
