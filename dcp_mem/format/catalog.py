@@ -45,6 +45,7 @@ _ENTRIES = ("name", "properties", "dimensions", "writer_runs", "number_runs", "f
 _SIDES = ("size", "offset_runs", "extent_runs")
 _SEGMENTS = ("ranks", "layout_of")
 _BOXES, _PLACES = "boxes", "places"
+_FROM_RIGHT = 1 << 16
 _ROWS_PER_BYTE = 256
 """The most rows for each byte of a catalog's file; zeros make it long enough."""
 _ROWS_AT_ONCE = 1 << 20
@@ -173,7 +174,7 @@ class Catalog:
         try:
             catalog = _unpacked(packed)
             _refuse_other_runs(catalog, len(memoryview(data)))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ManifestInvalid(
                 f"a catalog can't be read: {type(error).__name__}: {error}"
             ) from None
@@ -401,7 +402,7 @@ class _Paths(Sequence[Path | None]):
     def _made(self) -> list[Path | None]:
         cuts = zip(self._names, self._written, strict=True)
         return [
-            tuple(name.split(".")) if cut == 1 else None if cut is None else tuple(cut)
+            _split(name, cut) if type(cut) is int else None if cut is None else tuple(cut)
             for name, cut in cuts
         ]
 
@@ -416,17 +417,30 @@ class _Paths(Sequence[Path | None]):
 
 
 def _cut(name: str, path: Path | None) -> Any:
-    """Return a path as a file has it: 1 for a name that is cut at its dots."""
-    return 1 if path == tuple(name.split(".")) else path
+    """Return a path as a file has it: a number that `_split` takes, where one makes the path."""
+    if not path:
+        return path
+    at = next((n for n, part in enumerate(path) if "." in str(part)), len(path) - 1)
+    cut = at + _FROM_RIGHT * (len(path) - 1 - at)
+    return cut if path == _split(name, cut) else path
+
+
+def _split(name: str, cut: int) -> Path:
+    """Return a name cut at its first dots and its last ones: how many of each, in one number."""
+    *first, rest = name.split(".", cut % _FROM_RIGHT)
+    return (*first, *rest.rsplit(".", cut // _FROM_RIGHT))
 
 
 def _paths(names: Sequence[str], written: Any) -> _Paths | None:
     if written is None:
         return None
-    others = [one for one in written if one is not None and one != 1]
-    if not {list}.issuperset(map(type, others)) or not {str, int}.issuperset(
-        map(type, chain.from_iterable(others))
-    ):
+    cuts = [one for one in written if type(one) is int]
+    others = [one for one in written if type(one) is list]
+    if len(cuts) + len(others) + written.count(None) != len(written):
+        raise ValueError("paths of another form")
+    if not 0 <= min(cuts, default=0) <= max(cuts, default=0) < _FROM_RIGHT**2:
+        raise ValueError("paths of too many parts")
+    if not {str, int}.issuperset(map(type, chain.from_iterable(others))):
         raise ValueError("a path of something else than text and numbers")
     return _Paths(names, written)
 
