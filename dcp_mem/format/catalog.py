@@ -551,7 +551,8 @@ def _are_in_order(rows: Rows) -> bool:
 
 
 def _are_distinct(column: Ints) -> bool:
-    return len(set(column.tolist())) == len(column)
+    # Not np.unique: it imports 10 ms of NumPy when it is first called.
+    return not (np.diff(np.sort(column)) == 0).any()
 
 
 def _within(column: Ints, least: int, most: int) -> bool:
