@@ -37,20 +37,18 @@ from dcp_mem.errors import (
     SegmentCorrupt,
     picklable,
 )
-from dcp_mem.loading.candidates import open_newest
 from dcp_mem.loading.dcp_takeover import (
     LoadTakeover,
     guard_planner,
     taken_over,
     why_not_own_plan,
 )
-from dcp_mem.loading.elect import elect_together
+from dcp_mem.loading.find import elect_together, open_newest
+from dcp_mem.loading.finish import RecoveryReport
 from dcp_mem.loading.load import load_opened
-from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.loading.load_attempt import LoadAttempt, LoadRequest, Places
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.plan import plan_together
-from dcp_mem.loading.report import RecoveryReport
-from dcp_mem.loading.request import LoadRequest, Places
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.options import PlaceOptions, ReaderOptions, of_kind, settings, takes
 from dcp_mem.planning.load_planner import LocalLoadPlanner

@@ -8,6 +8,6 @@ does it, and handed out under a lease:
     hold        2. the reader that opens the newest, and keeps it open by links of its own
     checkpoint  3. what the loop body gets of it: loads, and files for programs that take a path
 
-`policy/following.py` decides what is new, `loading/watch.py` looks at storage. This room may import
-`functional` and what lies below it.
+`policy/following.py` decides what is new, `loading/survey.py` looks at storage. This room may
+import `functional` and what lies below it.
 """

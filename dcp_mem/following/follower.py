@@ -22,8 +22,7 @@ from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint, RankFailed, Sto
 from dcp_mem.following.checkpoint import FollowedCheckpoint
 from dcp_mem.following.hold import HoldingReader
 from dcp_mem.following.look import Lookout
-from dcp_mem.loading.candidates import open_next
-from dcp_mem.loading.elect import elect_together
+from dcp_mem.loading.find import elect_together, open_next
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.options import FollowOptions, takes
 from dcp_mem.planning.tensor_choice import TensorChoice

@@ -13,12 +13,11 @@ from dcp_mem.comm.bridge.calls import DcpCall, direct_call
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError
 from dcp_mem.functional import load_or_raise_cause
-from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.loading.load_attempt import Eligible, LoadAttempt, Places
 from dcp_mem.loading.open import OpenCheckpoint
-from dcp_mem.loading.request import Eligible, Places
 from dcp_mem.loading.sources.base import Description
 from dcp_mem.loading.sources.memory import MemorySource
-from dcp_mem.loading.watch import StorageWatch
+from dcp_mem.loading.survey import StorageWatch
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.links import LinkedCheckpoint
 from dcp_mem.options import FollowOptions

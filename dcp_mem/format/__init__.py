@@ -11,12 +11,11 @@ Read it in this order:
 - `saved_streams`: whether a stream is what `torch.save` wrote.
 - `segments`, `manifest`: which segments a checkpoint consists of, and the other JSON records.
 - `catalog`: what a checkpoint consists of, item by item. A catalog is written as a `column_file`;
-  its names and paths are stored as `name_columns`, its rows as `shared_runs`: of many, only
-  those are made that somebody asks for. `catalog_checks` refuses one that contradicts itself;
-  `locations` finds its items in the segments.
+  its rows are stored as `shared_runs`: of many, only those are made that somebody asks for.
+  `locations` finds its items in the segments, and its distinct shapes.
 - `torch_names`, `metadata`, `catalog_conversion`: between catalogs and DCP's own objects.
 - `sizes`: what a file claims, held against what there is.
-- `pickle_opcodes`, `distinct_shapes`, `metadata_template`: DCP's `.metadata` as bytes, written
-  from a catalog without making the objects that it is a pickle of.
+- `metadata_template`: DCP's `.metadata` as bytes, written from a catalog without making the objects
+  that it is a pickle of.
 - `history`, `recoveries`: files for people, with a line for each checkpoint or load.
 """

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from mmap import mmap
 from typing import Any
 
@@ -21,44 +21,33 @@ import numpy.typing as npt
 
 from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import ManifestInvalid
-from dcp_mem.format.catalog_checks import BYTES as BYTES
-from dcp_mem.format.catalog_checks import LOOSE_BYTES as LOOSE_BYTES
-from dcp_mem.format.catalog_checks import LOOSE_CHUNKS as LOOSE_CHUNKS
-from dcp_mem.format.catalog_checks import (
-    MOST,
-    MOST_DIMENSIONS,
-    are_in_order,
-    contradictions_of_entries,
-    contradictions_of_runs,
-    within,
-)
 from dcp_mem.format.column_file import Ints as Ints
-from dcp_mem.format.column_file import Packed, distinct_rows, pack, unpack
+from dcp_mem.format.column_file import Packed, distinct_rows, matrix, pack, unpack
 from dcp_mem.format.layout import Layout, layout_of
-from dcp_mem.format.name_columns import Path as Path
-from dcp_mem.format.name_columns import pack_texts, unpack_texts
 from dcp_mem.format.shared_runs import RunPool, Runs, read_runs
 
-VERSION = 3
+VERSION = 4
+Path = tuple[str | int, ...]
 Extent = tuple[int, int]
 """(offset, length) of an item in its segment."""
-_COLUMNS = (
-    "name",
-    "properties",
-    "dimensions",
-    "size",
-    "offset_runs",
-    "extent_runs",
-    "writer_runs",
-    "number_runs",
-    "first_number",
-    "ranks",
-    "layout_of",
-)
+BYTES = -1
+"""In `Catalog.properties`, in place of a number: the entry is a byte item."""
+LOOSE_CHUNKS, LOOSE_BYTES = -2, -3
+"""In place of a number: an entry that isn't in DCP's metadata, though its items were written.
+
+Its items are chunks, or a byte item. Only custom planners make such entries. The entry's
+`dimensions` counts; its size and its rows' extents mean nothing.
+"""
+_MOST_DIMENSIONS = 64
+_MOST = (1 << 62) - 1
+"""The largest size or offset: the sum of two of them doesn't overflow."""
+_ENTRIES = ("name", "properties", "dimensions", "writer_runs", "number_runs", "first_number")
+_SIDES = ("size", "offset_runs", "extent_runs")
+_SEGMENTS = ("ranks", "layout_of")
 _BOXES, _PLACES = "boxes", "places"
+_FROM_RIGHT = 1 << 16
 _ROWS_PER_BYTE = 256
 """The most rows for each byte of a catalog's file; zeros make it long enough."""
-_LAYOUT_ROWS = ("offsets", "lengths", "payload_offsets", "payload_nbytes")
 _ROWS_AT_ONCE = 1 << 20
 """Rows that are looked at at once while a catalog is checked."""
 _MANY_ROWS = 1 << 17
@@ -142,18 +131,28 @@ class Catalog:
 
     def to_bytes(self) -> bytes:
         """Return the catalog as a file, the same for the same content."""
-        texts = pack_texts(self.names, self.paths)
-        layouts = {
-            row: _joined([getattr(layout, row) for layout in self.layouts]) for row in _LAYOUT_ROWS
+        facts = {
+            "table": [_written(one) for one in self.table],
+            "names": list(self.names),
+            "paths": None
+            if self.paths is None
+            else [_cut(*one) for one in zip(self.names, self.paths, strict=True)],
         }
-        lengths = np.fromiter(map(len, self.layouts), np.int64, len(self.layouts))
-        facts = {"table": [_written(one) for one in self.table]}
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        columns |= self.boxes.columns(_BOXES) | self.places.columns(_PLACES)
-        columns |= {**layouts, "layouts": lengths, **texts.columns}
+        columns = {
+            "entries": np.stack([getattr(self, name) for name in _ENTRIES]),
+            "sides": np.stack([getattr(self, name) for name in _SIDES]),
+            "segments": np.stack([getattr(self, name) for name in _SEGMENTS]),
+            "items": np.concatenate(
+                [np.zeros((4, 0), np.int64), *map(_items, self.layouts)], axis=1
+            ),
+            "layouts": np.fromiter(map(len, self.layouts), np.int64, len(self.layouts)),
+            **self.boxes.columns(_BOXES),
+            **self.places.columns(_PLACES),
+        }
         room = bytes(int(self.first[-1]) // _ROWS_PER_BYTE)
-        blobs = {**texts.blobs, "planner_pickle": self.planner_pickle, "room": room}
-        return pack(Packed(facts, columns, blobs), VERSION)
+        return pack(
+            Packed(facts, columns, {"planner_pickle": self.planner_pickle, "room": room}), VERSION
+        )
 
     def layout(self, rank: int) -> Layout:
         """Return the layout of a rank's segment; an empty one where the catalog has none."""
@@ -173,8 +172,9 @@ class Catalog:
         """
         packed = unpack(data, VERSION)
         try:
-            catalog = _unpacked(packed, len(memoryview(data)))
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            catalog = _unpacked(packed)
+            _refuse_other_runs(catalog, len(memoryview(data)))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ManifestInvalid(
                 f"a catalog can't be read: {type(error).__name__}: {error}"
             ) from None
@@ -196,12 +196,12 @@ class Catalog:
     @cached_property
     def offset(self) -> Ints:
         entry, row = self._places_of_rows
-        return self._boxes_at(self.offset_runs[entry], row)
+        return self.boxes.at(self.offset_runs[entry], row[:, None])
 
     @cached_property
     def extent(self) -> Ints:
         entry, row = self._places_of_rows
-        return self._boxes_at(self.extent_runs[entry], row)
+        return self.boxes.at(self.extent_runs[entry], row[:, None])
 
     @cached_property
     def writer(self) -> Ints:
@@ -235,30 +235,21 @@ class Catalog:
         """
         return Rows(
             first=np.searchsorted(entry, np.arange(len(self.name) + 1)),
-            offset=self._boxes_at(self.offset_runs[entry], row),
-            extent=self._boxes_at(self.extent_runs[entry], row),
+            offset=self.boxes.at(self.offset_runs[entry], row[:, None]),
+            extent=self.boxes.at(self.extent_runs[entry], row[:, None]),
             writer=self.places.at(self.writer_runs[entry], row),
             number=self.numbers_at(entry, row),
         )
 
     def boxes_of(self, entry: int) -> tuple[Ints, Ints]:
         """Return offsets and extents of an entry's rows: int64[rows, width] each."""
-        row = np.arange(int(self.first[entry + 1] - self.first[entry]))
-        one = np.full(len(row), entry)
-        return self._boxes_at(self.offset_runs[one], row), self._boxes_at(
-            self.extent_runs[one], row
-        )
+        row = np.arange(int(self.first[entry + 1] - self.first[entry]))[:, None]
+        offset_runs, extent_runs = self.offset_runs[entry], self.extent_runs[entry]
+        return self.boxes.at(offset_runs[None], row), self.boxes.at(extent_runs[None], row)
 
     def numbers_at(self, entry: Ints, row: Ints) -> Ints:
         """Return the numbers of some rows, as `rows_at` does."""
         return self.first_number[entry] + self.places.at(self.number_runs[entry], row)
-
-    def _boxes_at(self, runs: Ints, row: Ints) -> Ints:
-        """Return int64[rows, width] of these runs of dimensions, int64[rows, width], at `row`."""
-        result = np.empty(runs.shape, np.int64)
-        for dimension, column in enumerate(runs.T):
-            result[:, dimension] = self.boxes.at(column, row)
-        return result
 
     def alike(self, *further: Ints) -> tuple[Ints, Ints]:
         """Tell which entries have the same boxes in the same order.
@@ -273,7 +264,7 @@ class Catalog:
 
     def least_numbers(self) -> Ints:
         """Return the least number of each entry's rows."""
-        least: Ints = self.first_number + self.places.bounds()[0, self.number_runs]
+        least: Ints = self.first_number + self.places.bounds[0, self.number_runs]
         return least
 
     def specimens(self) -> Iterator[Rows]:
@@ -354,59 +345,104 @@ def catalog_named(key: str, data: bytes | mmap) -> Catalog:
     return Catalog.from_bytes(data)
 
 
-# -- as columns -----------------------------------------------------------------------------------
+# -- as a file ------------------------------------------------------------------------------------
 
 
-def _unpacked(packed: Packed, nbytes: int) -> Catalog:
-    """Return the catalog that a file of so many bytes has."""
-    names, paths = unpack_texts(packed)
-    boxes, places = (read_runs(packed.columns, pool) for pool in (_BOXES, _PLACES))
-    catalog = Catalog(
+def _unpacked(packed: Packed) -> Catalog:
+    """Return the catalog that a file has.
+
+    Raises KeyError, TypeError, ValueError.
+    """
+    columns, names = packed.columns, packed.facts["names"]
+    if not {str}.issuperset(map(type, names)):
+        raise ValueError("names that are no text")
+    entries, sides = matrix(columns, "entries", len(_ENTRIES)), columns["sides"]
+    if sides.shape[:2] != (len(_SIDES), entries.shape[1]) or sides.ndim != len(_SIDES):
+        raise ValueError("sides of other entries")
+    return Catalog(
         names=names,
-        paths=paths,
+        paths=_paths(names, packed.facts["paths"]),
         table=tuple(_read(one) for one in packed.facts["table"]),
-        layouts=_layouts(packed.columns),
+        layouts=_layouts(matrix(columns, "items", 4), columns["layouts"]),
         planner_pickle=packed.blobs["planner_pickle"],
-        boxes=boxes,
-        places=places,
-        **{name: packed.columns[name] for name in _COLUMNS},
+        boxes=read_runs(columns, _BOXES),
+        places=read_runs(columns, _PLACES),
+        **dict(zip(_ENTRIES, entries, strict=True)),
+        **dict(zip(_SIDES, sides, strict=True)),
+        **dict(zip(_SEGMENTS, matrix(columns, "segments", len(_SEGMENTS)), strict=True)),
     )
-    _refuse_other_runs(catalog, nbytes)
-    return catalog
 
 
 def _refuse_other_runs(catalog: Catalog, nbytes: int) -> None:
     """Raise ValueError where the runs of a file of so many bytes don't fit together."""
-    boxes, places = catalog.boxes, catalog.places
+    boxes, places = catalog.boxes.lengths, catalog.places.lengths
     offsets, extents = catalog.offset_runs, catalog.extent_runs
     writers, numbers = catalog.writer_runs, catalog.number_runs
-    if offsets.ndim != 2 or offsets.shape[1] > MOST_DIMENSIONS:
-        raise ValueError("runs of other dimensions")
-    if not offsets.shape == extents.shape == catalog.size.shape:
-        raise ValueError("runs of other dimensions")
-    entries = catalog.name.shape
-    if (
-        not offsets.shape[:1]
-        == writers.shape
-        == numbers.shape
-        == entries
-        == catalog.first_number.shape
-    ):
-        raise ValueError("runs of other entries")
-    if not all(within(one, 0, len(boxes.lengths) - 1) for one in (offsets, extents)) or not all(
-        within(one, 0, len(places.lengths) - 1) for one in (writers, numbers)
+    of_boxes, of_places = len(boxes) - 1, len(places) - 1
+    if not (_within(offsets, 0, of_boxes) and _within(extents, 0, of_boxes)) or not (
+        _within(writers, 0, of_places) and _within(numbers, 0, of_places)
     ):
         raise ValueError("runs that aren't there")
-    lengths = places.lengths[writers]
+    lengths = places[writers]
     # Before memory is taken for them; as floats, whose sum doesn't overflow.
     if float(lengths.sum(dtype=np.float64)) > _ROWS_PER_BYTE * nbytes:
         raise ValueError("more rows than a catalog of this size has")
-    others = (places.lengths[numbers][:, None], boxes.lengths[offsets], boxes.lengths[extents])
-    if not all((one == lengths[:, None]).all() for one in others):
+    others = (places[numbers], *boxes[offsets].T, *boxes[extents].T)
+    if any((one != lengths).any() for one in others):
         raise ValueError("runs of other lengths")
 
 
-# -- properties and layouts as JSON and columns ---------------------------------------------------
+class _Paths(Sequence[Path | None]):
+    """The paths of names, made when one is first needed: few loads look at them."""
+
+    def __init__(self, names: Sequence[str], written: Sequence[Any]) -> None:
+        self._names, self._written = names, written
+
+    @cached_property
+    def _made(self) -> list[Path | None]:
+        cuts = zip(self._names, self._written, strict=True)
+        return [
+            _split(name, cut) if type(cut) is int else None if cut is None else tuple(cut)
+            for name, cut in cuts
+        ]
+
+    def __len__(self) -> int:
+        return len(self._written)
+
+    def __iter__(self) -> Iterator[Path | None]:
+        return iter(self._made)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._made[index]
+
+
+def _cut(name: str, path: Path | None) -> Any:
+    """Return a path as a file has it: a number that `_split` takes, where one makes the path."""
+    if not path:
+        return path
+    at = next((n for n, part in enumerate(path) if "." in str(part)), len(path) - 1)
+    cut = at + _FROM_RIGHT * (len(path) - 1 - at)
+    return cut if path == _split(name, cut) else path
+
+
+def _split(name: str, cut: int) -> Path:
+    """Return a name cut at its first dots and its last ones: how many of each, in one number."""
+    *first, rest = name.split(".", cut % _FROM_RIGHT)
+    return (*first, *rest.rsplit(".", cut // _FROM_RIGHT))
+
+
+def _paths(names: Sequence[str], written: Any) -> _Paths | None:
+    if written is None:
+        return None
+    cuts = [one for one in written if type(one) is int]
+    others = [one for one in written if type(one) is list]
+    if len(cuts) + len(others) + written.count(None) != len(written):
+        raise ValueError("paths of another form")
+    if not 0 <= min(cuts, default=0) <= max(cuts, default=0) < _FROM_RIGHT**2:
+        raise ValueError("paths of too many parts")
+    if not {str, int}.issuperset(map(type, chain.from_iterable(others))):
+        raise ValueError("a path of something else than text and numbers")
+    return _Paths(names, written)
 
 
 MEMORY_FORMATS = {
@@ -438,35 +474,29 @@ def _read(written: Sequence[Any]) -> Properties:
     )
 
 
-def _joined(columns: Sequence[Ints]) -> Ints:
-    return np.concatenate(columns) if columns else np.zeros(0, np.int64)
+def _items(layout: Layout) -> Ints:
+    return np.stack([layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes])
 
 
-def _layouts(columns: Mapping[str, Ints]) -> list[Layout]:
-    rows = np.stack([columns[row] for row in _LAYOUT_ROWS])
-    offsets, lengths, payload_offsets, payload_nbytes = rows
-    counts = columns["layouts"]
-    if (
-        rows.ndim != 2
-        or counts.ndim != 1
-        or not within(counts, 0, rows.shape[1])
-        or counts.sum() != rows.shape[1]
-    ):
+def _layouts(items: Ints, counts: Ints) -> list[Layout]:
+    stops = np.cumsum(counts)
+    if not _within(counts, 0, items.shape[1]) or stops[-1:].sum() != items.shape[1]:
         raise ValueError("layouts of other lengths")
-    if not within(rows, -1, MOST) or not within(np.delete(rows, 2, axis=0), 0, MOST):
+    offsets, lengths, payload_offsets, payload_nbytes = items
+    if not _within(items, -1, _MOST) or (items[[0, 1, 3]] < 0).any():
         raise ValueError("layouts reach out of their segments")
     ends = payload_offsets + payload_nbytes
     inside = (payload_offsets >= offsets) & (ends <= offsets + lengths)
     if not (inside | (payload_offsets < 0)).all():
         raise ValueError("payloads reach out of their items")
-    stops = np.cumsum(counts).tolist()
-    return [layout_of(rows[:, start:stop].copy()) for start, stop in pairwise([0, *stops])]
+    return [layout_of(items[:, start:stop]) for start, stop in pairwise([0, *stops.tolist()])]
 
 
 # -- what is refused ------------------------------------------------------------------------------
 
 
 def _refuse_contradictions(catalog: Catalog) -> None:
+    """Raise ManifestInvalid where an index would be out of range, or something occurs twice."""
     problem = next(_contradictions(catalog), None)
     if problem is not None:
         raise ManifestInvalid(f"a catalog contradicts itself: {problem}")
@@ -474,10 +504,57 @@ def _refuse_contradictions(catalog: Catalog) -> None:
 
 def _contradictions(catalog: Catalog) -> Iterator[str]:
     """Yield what doesn't fit together; later checks assume that earlier ones found nothing."""
-    yield from contradictions_of_entries(catalog)
-    yield from contradictions_of_runs(catalog)
+    names, paths, ranks, kinds = catalog.names, catalog.paths, catalog.ranks, catalog.properties
+    if paths is not None and (len(paths) != len(names) or catalog.planner_pickle):
+        yield "its planner data don't fit"
+    if not _within(catalog.name, 0, len(names) - 1) or len(set(names)) != len(names):
+        yield "names"
+    if not _within(kinds, LOOSE_BYTES, len(catalog.table) - 1):
+        yield "properties"
+    if not _within(catalog.dimensions, 0, min(catalog.size.shape[1], _MOST_DIMENSIONS)):
+        yield "dimensions"
+    if not _are_distinct(catalog.name[kinds >= BYTES]):
+        yield "an entry occurs twice"
+    is_bytes = (kinds == BYTES) | (kinds == LOOSE_BYTES)
+    if (np.diff(catalog.first)[is_bytes] > 1).any() or catalog.dimensions[is_bytes].any():
+        yield "rows of its entries"
+    if not _within(catalog.size, 0, _MOST) or not _within(catalog.boxes.bounds, 0, _MOST):
+        yield "sizes"
+    if not _within(ranks, 0, _MOST) or not _are_distinct(ranks):
+        yield "ranks"
+    if not _within(catalog.layout_of, 0, len(catalog.layouts) - 1):
+        yield "layouts"
+    bounds, first = catalog.places.bounds, catalog.first_number
+    if not _within(bounds[:, catalog.writer_runs], -1, len(ranks) - 1):
+        yield "writers"
+    if not _within(first, -1, _MOST) or not _within(
+        bounds[:, catalog.number_runs] + first, -1, _MOST
+    ):
+        yield "numbers"
     for rows in catalog.specimens():
-        if not are_in_order(rows):
+        if not _are_in_order(rows):
             yield "order of its rows"
         if ((rows.number < 0) & (rows.writer >= 0)).any():
             yield "items without a number"
+
+
+def _are_in_order(rows: Rows) -> bool:
+    """Return whether the rows of each entry ascend by offset; several may have the same."""
+    before, after = rows.offset[:-1], rows.offset[1:]
+    if not after.size:
+        return True
+    decisive = (after != before).argmax(axis=1)[:, None]
+    falls = np.take_along_axis(after < before, decisive, axis=1)[:, 0]
+    begins = rows.first[(rows.first > 0) & (rows.first < len(rows.offset))]
+    falls[begins - 1] = False
+    return not falls.any()
+
+
+def _are_distinct(column: Ints) -> bool:
+    # Not np.unique: it imports 10 ms of NumPy when it is first called.
+    return not (np.diff(np.sort(column)) == 0).any()
+
+
+def _within(column: Ints, least: int, most: int) -> bool:
+    """Return whether all integers of a column are in a range, both ends included."""
+    return bool(column.min(initial=least) >= least and column.max(initial=most) <= most)

@@ -32,9 +32,8 @@ from dcp_mem.format.catalog import (
     Rows,
     catalog_of_rows,
 )
-from dcp_mem.format.distinct_shapes import distinct_shapes
 from dcp_mem.format.layout import Layout
-from dcp_mem.format.locations import locations_of, refuse_missing_tails
+from dcp_mem.format.locations import distinct_shapes, locations_of, refuse_missing_tails
 from dcp_mem.format.metadata import StorageInfo, read_metadata, with_storage
 from dcp_mem.format.metadata_by_entry import (
     CatalogEntries,

@@ -53,9 +53,11 @@ def pack(packed: Packed, version: int) -> bytes:
         table[name] = (_BLOB, (len(blob),), len(body))
         body += blob
         body += bytes(align(len(body)) - len(body))
-    head = json.dumps(
-        {"version": version, "table": table, "facts": packed.facts}, separators=(",", ":")
-    ).encode()
+    facts = {"version": version, "table": table, "facts": packed.facts}
+    # Not in ASCII: two escaped surrogates beside each other would be read as one character.
+    head = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode(
+        "utf-8", "surrogatepass"
+    )
     head += b" " * (align(_FRAME.size + len(head)) - _FRAME.size - len(head))
     data = bytearray(_FRAME.pack(_MAGIC, 0, len(head)) + head + body)
     struct.pack_into("<I", data, _CHECKED - 4, checksum(memoryview(data)[_CHECKED:]))
@@ -106,6 +108,17 @@ def _unpack(head: Mapping[str, Any], body: memoryview) -> Packed:
         else:
             columns[name] = np.frombuffer(piece, kind).astype(np.int64).reshape(shape)
     return Packed(head["facts"], columns, blobs)
+
+
+def matrix(columns: Mapping[str, Ints], name: str, rows: int) -> Ints:
+    """Return a column that has so many rows.
+
+    Raises KeyError, ValueError.
+    """
+    column = columns[name]
+    if column.ndim != 2 or len(column) != rows:
+        raise ValueError(f"{name} of another shape")
+    return column
 
 
 def in_32_bits(column: Ints) -> Ints:

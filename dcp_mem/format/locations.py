@@ -13,6 +13,7 @@ import numpy as np
 
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.catalog import Catalog, Extent, Ints
+from dcp_mem.format.column_file import distinct_rows
 
 _LACKING = "the manifest lacks items that the catalog has: they aren't of one save"
 
@@ -41,22 +42,14 @@ class LayoutItems:
         """The index in `columns` at which each layout begins, and the end of the last one."""
         return np.append(0, np.cumsum(np.fromiter(map(len, self.catalog.layouts), np.int64)))
 
-    def of(self, rows: Ints) -> Ints:
-        """Return the index in `columns` of each of these rows; -1, the last one, for tail items."""
-        return self.find(self.catalog.writer[rows], self.catalog.number[rows])
-
     def find(self, writer: Ints, number: Ints) -> Ints:
-        """Return the same of items that are given by their writers and numbers."""
+        """Return each item's index in `columns`; -1, the last one, for tail items."""
         layout = self.catalog.layout_of[writer]
         start = self._starts[layout]
         return np.where(number < self._starts[layout + 1] - start, start + number, -1)
 
-    def index_in_tail(self, rows: Ints) -> Ints:
-        """Return each row's index in its writer's tail; negative for items of a layout."""
-        return self.beyond(self.catalog.writer[rows], self.catalog.number[rows])
-
     def beyond(self, writer: Ints, number: Ints) -> Ints:
-        """Return the same of items that are given by their writers and numbers."""
+        """Return each item's index in its writer's tail; negative for items of a layout."""
         layout = self.catalog.layout_of[writer]
         numbers: Ints = number - np.diff(self._starts)[layout]
         return numbers
@@ -100,10 +93,13 @@ class TailLocations:
 def locations_of(catalog: Catalog) -> ItemLocations:
     """Return where each written row lies, as far as that is the same in all saves."""
     items, written = LayoutItems(catalog), np.flatnonzero(catalog.writer >= 0)
-    found = items.of(written)
-    rows, beyond = written[found >= 0], written[found < 0]
-    offsets, lengths, _, _ = items.columns[:, found[found >= 0]]
-    tail = TailLocations(beyond, catalog.ranks[catalog.writer[beyond]], items.index_in_tail(beyond))
+    writer, number = catalog.writer[written], catalog.number[written]
+    found = items.find(writer, number)
+    is_tail = found < 0
+    offsets, lengths, _, _ = items.columns[:, found[~is_tail]]
+    beyond = items.beyond(writer, number)[is_tail]
+    tail = TailLocations(written[is_tail], catalog.ranks[writer[is_tail]], beyond)
+    rows = written[~is_tail]
     return ItemLocations(rows, offsets, lengths, tail)
 
 
@@ -117,3 +113,37 @@ def refuse_missing_tails(catalog: Catalog, tails: Mapping[int, Sequence[Extent]]
     for writer in np.flatnonzero(beyond >= 0).tolist():
         if beyond[writer] >= len(tails.get(int(catalog.ranks[writer]), ())):
             raise ManifestInvalid(_LACKING)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DistinctShapes:
+    """The distinct shapes, by number of dimensions and then in ascending order."""
+
+    dimensions: Ints
+    values: Ints  # of each shape: int64[shapes, width], padded with 0
+    size: Ints  # of each entry of the catalog: index of its size among the shapes
+    offset: Ints
+    extent: Ints
+
+
+def distinct_shapes(catalog: Catalog) -> DistinctShapes:
+    """Return the distinct shapes of a catalog.
+
+    `catalog`: its entries' sizes and its rows' offsets and extents are compared.
+    """
+    of_row = np.repeat(catalog.dimensions, np.diff(catalog.first))
+    dimensions = np.concatenate([catalog.dimensions, of_row, of_row])
+    values = np.concatenate([catalog.size, catalog.offset, catalog.extent])
+    values[np.arange(values.shape[1]) >= dimensions[:, None]] = (
+        0  # padding isn't the same everywhere
+    )
+    specimens, number = distinct_rows(np.column_stack([dimensions, values]))
+    entries, rows = len(catalog.size), len(catalog.offset)
+    size, offset, extent = np.split(number, [entries, entries + rows])
+    return DistinctShapes(
+        dimensions=dimensions[specimens],
+        values=values[specimens],
+        size=size,
+        offset=offset,
+        extent=extent,
+    )

@@ -7,7 +7,7 @@ isn't kept.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, overload
 
@@ -178,41 +178,17 @@ class EntryStorageData(Mapping[MetadataIndex, StorageInfo]):
         self._last = items
         return items
 
-    def pairs(self) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
-        """Yield each item's index, and where it lies."""
-        for entry in range(len(self._entries)):
-            yield from self._items_of(entry).items()
-
     def __iter__(self) -> Iterator[MetadataIndex]:
-        return (index for index, _ in self.pairs())
+        for entry in range(len(self._entries)):
+            yield from self._items_of(entry)
 
     def __len__(self) -> int:
         places, runs = self._entries.catalog.places, self._entries.catalog.writer_runs
         counted = zip(*np.unique(runs, return_counts=True), strict=True)
         return sum(int((places.run(int(run)) >= 0).sum() * count) for run, count in counted)
 
-    def items(self) -> ItemsView[MetadataIndex, StorageInfo]:
-        return _Items(self)
-
-    def values(self) -> ValuesView[StorageInfo]:
-        return _Values(self)
-
     def __repr__(self) -> str:
-        return repr(dict(self.pairs()))
+        return repr(dict(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self.pairs()),)
-
-
-class _Items(ItemsView[MetadataIndex, StorageInfo]):
-    _mapping: EntryStorageData
-
-    def __iter__(self) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
-        return self._mapping.pairs()
-
-
-class _Values(ValuesView[StorageInfo]):
-    _mapping: EntryStorageData
-
-    def __iter__(self) -> Iterator[StorageInfo]:
-        return (info for _, info in self._mapping.pairs())
+        return dict, (dict(self),)

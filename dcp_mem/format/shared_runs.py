@@ -13,9 +13,8 @@ from itertools import chain, repeat
 
 import numpy as np
 
-from dcp_mem.format.column_file import Ints, in_32_bits
+from dcp_mem.format.column_file import Ints, in_32_bits, matrix
 
-_COLUMNS = ("first", "step", "length", "values")
 _MOST = float(1 << 62)
 """No number of a run is larger: the sum of two of them doesn't overflow."""
 
@@ -97,23 +96,24 @@ class Runs:
 
     def columns(self, name: str) -> dict[str, Ints]:
         """Return the columns that `read_runs` reads."""
-        return {f"{name}_{column}": getattr(self, column) for column in _COLUMNS}
+        return {name: np.stack([self.first, self.step, self.length]), f"{name}_values": self.values}
 
     def at(self, numbers: Ints, index: Ints) -> Ints:
-        """Return one integer of each of some runs."""
+        """Return one integer of each of some runs; the two are broadcast to one shape."""
         first = self.first[numbers]
         found: Ints = first + self.step[numbers] * index
         if len(self.values):
-            is_listed = self.length[numbers] < 0
+            first, index = np.broadcast_arrays(first, index)
+            is_listed = np.broadcast_to(self.length[numbers] < 0, found.shape)
             found[is_listed] = self.values[first[is_listed] + index[is_listed]]
         return found
 
+    @cached_property
     def bounds(self) -> Ints:
-        """Return the least and the largest integer of each run: int64[2, runs]."""
-        is_listed = self.length < 0
-        ends = self.first + self.step * np.maximum(self.length - 1, 0)
-        found = np.sort(np.where(is_listed, 0, np.stack([self.first, ends])), axis=0)
-        for number in np.flatnonzero(is_listed).tolist():
+        """The least and the largest integer of each run: int64[2, runs]."""
+        last = self.first + self.step * np.maximum(self.length - 1, 0)
+        found = np.stack([np.minimum(self.first, last), np.maximum(self.first, last)])
+        for number in np.flatnonzero(self.length < 0).tolist():
             run = self.run(number)
             found[:, number] = run.min(), run.max()
         return found
@@ -131,16 +131,12 @@ def read_runs(columns: Mapping[str, Ints], name: str) -> Runs:
 
     Raises KeyError, ValueError.
     """
-    runs = Runs(*(columns[f"{name}_{column}"] for column in _COLUMNS))
-    if {runs.first.ndim, runs.values.ndim} != {1} or (
-        not runs.first.shape == runs.step.shape == runs.length.shape
-    ):
-        raise ValueError("runs of other columns")
-    is_listed = runs.length < 0
-    first, step, length = (one.astype(np.float64) for one in (runs.first, runs.step, runs.length))
-    last = np.where(is_listed, 0.0, first + step * (length - 1.0))
-    if any((np.abs(one) > _MOST).any() for one in (first, length, last)):
+    values = columns[f"{name}_values"]
+    run = matrix(columns, name, 3)
+    first, step, length = run.astype(np.float64)
+    bounds = np.abs([first, length, first + step * np.maximum(length - 1.0, 0.0)])
+    if values.ndim != 1 or bounds.max(initial=0.0) > _MOST:
         raise ValueError("runs of too large numbers")
-    if (is_listed & ((first < 0) | (first - length > len(runs.values)))).any():
+    if ((length < 0.0) & ((first < 0.0) | (first - length > len(values)))).any():
         raise ValueError("runs of numbers that aren't listed")
-    return runs
+    return Runs(run[0], run[1], run[2], values)

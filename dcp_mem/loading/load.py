@@ -16,14 +16,12 @@ from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log, log_once
 from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import NoRecoverableCheckpoint, RankFailed, SegmentCorrupt
-from dcp_mem.loading.candidates import open_next, open_without
+from dcp_mem.loading.find import open_next, open_without
+from dcp_mem.loading.finish import RecoveryReport, record_load, report_of, restore_redundancy
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.plan import plan_again, planned_names, plans_alone
-from dcp_mem.loading.read import read_items
-from dcp_mem.loading.record import record_load
-from dcp_mem.loading.redundancy import restore_redundancy
-from dcp_mem.loading.report import RecoveryReport, report_of
+from dcp_mem.loading.read import Reading, read_items
 from dcp_mem.loading.shared_fetch import LoadGroup
 from dcp_mem.loading.sources.base import SOURCE_ERRORS
 from dcp_mem.loading.sources.memory import MemorySource
@@ -132,26 +130,23 @@ def _read_together(
         across_nodes=request.across_nodes,
         transport=request.settings.transport,
     )
-    troubles: list[str] = []
+    reading = Reading(
+        opened=opened,
+        plan=plan,
+        planner=planner,
+        verify=request.verify,
+        weights_only=request.weights_only,
+        troubles=[],
+    )
     with collector_paused():
-        read = attempt(
-            lambda: read_items(
-                opened,
-                plan,
-                planner,
-                group,
-                verify=request.verify,
-                weights_only=request.weights_only,
-                troubles=troubles,
-            )
-        )
+        read = attempt(lambda: read_items(reading, group))
     text, damaged = _failure_text(read.error), _damaged_in_memory(load, opened, read.error)
     left_out = attempt(planner.left_out if isinstance(planner, LocalLoadPlanner) else bytes)
     rank = load.ranks.rank
     own = _Outcome(
         failures=((rank, text),) if text else (),
         damaged=frozenset() if damaged is None else frozenset({damaged}),
-        texts={text: (rank, number) for number, text in enumerate(troubles)},
+        texts={text: (rank, number) for number, text in enumerate(reading.troubles)},
         used=read.value if read.error is None else Counter(),
         recorder=(load.memory is None, rank),
         left_out=left_out.value if left_out.error is None else b"",

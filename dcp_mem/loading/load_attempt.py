@@ -1,19 +1,59 @@
-"""The progress of a load and its findings so far: the one thing here that changes."""
+"""What a load was asked for, which never changes, and its progress and findings so far."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
+from dcp_mem.config import Settings
 from dcp_mem.format import names
-from dcp_mem.loading.request import LoadRequest
 from dcp_mem.loading.survey import Search, StorageSurvey
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.election import ElectedCheckpoint, RecoveryPlan
 from dcp_mem.policy.order import contradiction
 from dcp_mem.storage import Storage
+
+Eligible = Callable[[Sequence[ElectedCheckpoint]], Sequence[ElectedCheckpoint]]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The places in which a load looks for checkpoints."""
+
+    memory: JobMemory | None  # what this node's memory has of the job; None where that is nothing
+    storage: Storage | None  # None for jobs that are kept in memory only
+    job: str
+
+    def __str__(self) -> str:
+        storage = [] if self.storage is None else [self.storage.url]
+        return " and ".join([f"memory (job {self.job})", *storage])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """The request of a load: the wanted checkpoint, the ranks, and the places to search."""
+
+    settings: Settings
+    ranks: Ranks
+    # this rank's number as DCP counts it for this call: a rank that saved alone named its files by
+    # it
+    rank: int
+    wanted: str | None  # name of the checkpoint; None for the newest
+    places: Places
+    # Why this rank can't load at all. The survey raises it, on all ranks.
+    refusal: Exception | None
+    started: float
+    verify: bool  # whether bytes are held against their checksums, where these have been made
+    across_nodes: bool  # whether nodes send each other what they have fetched from storage
+    leaves_record: bool
+    # whether tensors that were pickled whole are unpickled with restrictions
+    weights_only: bool = True
+    # returns those of the candidates that will do, in their order; None: all do
+    eligible: Eligible | None = None
+    plans_itself: bool = False  # whether this rank plans without DCP's planner, under `dcp.load`
+
 
 DamagedSegment = tuple[str, str, int]
 """(node, save id, rank): a segment in that node's memory that can't be used."""
@@ -59,13 +99,6 @@ class LoadAttempt:
         return self.search.is_collective
 
     # -- candidates --------------------------------------------------------------------------------
-
-    def search_in(self, scope: str) -> None:
-        """Let surveys look for checkpoints of this scope from now on.
-
-        `scope`: "" for checkpoints that all ranks saved together, or the rank that saved alone.
-        """
-        self.search = replace(self.search, scope=scope)
 
     def adopt(self, plan: RecoveryPlan) -> None:
         """Try the candidates of this plan, from the newest on."""

@@ -96,17 +96,7 @@ def _trouble(opened: Attempted[OpenCheckpoint]) -> str:
 def _open(
     load: LoadAttempt, choice: ElectedCheckpoint, located: _Located, files: SharedFiles
 ) -> OpenCheckpoint:
-    """Open a checkpoint on this rank."""
-    description, sources, troubles = _described(located, files)
-    for trouble in troubles:
-        load.note(choice, trouble)
-    return OpenCheckpoint(choice, description, sources, located.lease)
-
-
-def _described(
-    located: _Located, files: SharedFiles
-) -> tuple[Description, tuple[Source, ...], list[str]]:
-    """Return what the checkpoint consists of, its usable sources, and troubles with the others.
+    """Open a checkpoint on this rank; its usable sources count, troubles with others are noted.
 
     The nearest usable source describes it; on a rank without sources, the description files do.
     """
@@ -130,7 +120,9 @@ def _described(
             troubles.append(str(error))
     if description is None:
         raise CannotOpen("; ".join(troubles) or "it is gone")
-    return description, tuple(sources), troubles
+    for trouble in troubles:
+        load.note(choice, trouble)
+    return OpenCheckpoint(choice, description, tuple(sources), located.lease)
 
 
 def _described_by(source: Source, files: SharedFiles) -> Description:

@@ -39,53 +39,16 @@ from dcp_mem.planning.reads import DirectRead, ItemRead, Reads, Saved
 _MOST_NAMES = 8
 
 
-def read_items(
-    opened: OpenCheckpoint,
-    plan: LoadPlan | Reads,
-    planner: LoadPlanner,
-    group: LoadGroup,
-    *,
-    verify: bool,
-    weights_only: bool,
-    troubles: list[str],
-) -> Counter[str]:
-    """Read every item of the plan, from the nearest source that has it whole.
-
-    Where some node lacks the checkpoint in memory, all ranks call this together: what several of
-    them need is fetched once. Where it fails, some tensors hold new bytes already.
-
-    `planner`: resolves tensors, and is given the bytes. `verify`: hold bytes against checksums.
-    `troubles`: is given what was wrong with a source, where another one had the bytes whole.
-    Returns bytes that this rank took, by the label of the source. Raises SegmentCorrupt,
-    UntrustedObject.
-    """
-    reading = _Reading(
-        opened=opened,
-        plan=plan,
-        planner=planner,
-        verify=verify,
-        weights_only=weights_only,
-        troubles=troubles,
-    )
-    if opened.choice.holders:
-        return _read_from_all_nodes(reading, group)
-    if not opened.choice.memory:
-        return _read_from_storage(reading, group)
-    nearest = opened.sources[0]
-    if isinstance(plan, LoadPlan) or not isinstance(nearest, MemorySource):
-        return _read_by_file(reading)
-    return _read_from_own_memory(reading, plan, nearest)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
+class Reading:
     """An opened checkpoint, the plan to read from it, and the way to read it."""
 
     opened: OpenCheckpoint
     plan: LoadPlan | Reads
-    planner: LoadPlanner
-    verify: bool
+    planner: LoadPlanner  # resolves tensors, and is given the bytes
+    verify: bool  # hold bytes against checksums
     weights_only: bool
+    # is given what was wrong with a source, where another one had the bytes whole
     troubles: list[str]
 
     def go_on(self, error: Exception, further: Source) -> None:
@@ -114,6 +77,24 @@ class _Reading:
         return ", ".join(one.request.storage_index.fqn for one in named[:_MOST_NAMES])
 
 
+def read_items(reading: Reading, group: LoadGroup) -> Counter[str]:
+    """Read every item of the plan, from the nearest source that has it whole.
+
+    Where some node lacks the checkpoint in memory, all ranks call this together: what several of
+    them need is fetched once. Where it fails, some tensors hold new bytes already. Returns bytes
+    that this rank took, by the label of the source. Raises SegmentCorrupt, UntrustedObject.
+    """
+    opened, plan = reading.opened, reading.plan
+    if opened.choice.holders:
+        return _read_from_all_nodes(reading, group)
+    if not opened.choice.memory:
+        return _read_from_storage(reading, group)
+    nearest = opened.sources[0]
+    if isinstance(plan, LoadPlan) or not isinstance(nearest, MemorySource):
+        return _read_by_file(reading)
+    return _read_from_own_memory(reading, plan, nearest)
+
+
 @dataclass(slots=True)
 class _OfFile:
     """What is read of one segment: items, and payloads that go straight into tensors."""
@@ -134,7 +115,7 @@ def _by_file(
 # -- from this node's memory alone -----------------------------------------------------------------
 
 
-def _read_from_own_memory(reading: _Reading, plan: Reads, memory: MemorySource) -> Counter[str]:
+def _read_from_own_memory(reading: Reading, plan: Reads, memory: MemorySource) -> Counter[str]:
     """Read by columns where the plan has such, and item by item what is left."""
     sources = reading.opened.sources
     try:
@@ -148,7 +129,7 @@ def _read_from_own_memory(reading: _Reading, plan: Reads, memory: MemorySource) 
         return _read_by_file(reading)
 
 
-def _note_writes(reading: _Reading, plan: Reads) -> None:
+def _note_writes(reading: Reading, plan: Reads) -> None:
     """Raise torch's counters of writes of tensors on devices, which are written to by address.
 
     A later save may tell by them whether a frozen tensor has changed.
@@ -165,7 +146,7 @@ def _note_writes(reading: _Reading, plan: Reads) -> None:
 
 def _read_columns(
     memory: MemorySource,
-    reading: _Reading,
+    reading: Reading,
     plan: Reads,
     is_wanted: Callable[[str], bool] = lambda file: True,
 ) -> int:
@@ -179,7 +160,7 @@ def _read_columns(
     return nbytes
 
 
-def _read_by_file(reading: _Reading) -> Counter[str]:
+def _read_by_file(reading: Reading) -> Counter[str]:
     """Read each segment from the nearest source that has what is needed of it whole."""
     sources, used = reading.opened.sources, Counter[str]()
     for file, of_file in reading.by_file().items():
@@ -197,7 +178,7 @@ def _read_by_file(reading: _Reading) -> Counter[str]:
 # -- together with other ranks ---------------------------------------------------------------------
 
 
-def _read_from_storage(reading: _Reading, group: LoadGroup) -> Counter[str]:
+def _read_from_storage(reading: Reading, group: LoadGroup) -> Counter[str]:
     """Read what storage alone has, all ranks together."""
     stored = reading.opened.sources[0]
     used = Counter({stored.label: 0})
@@ -211,7 +192,7 @@ def _read_from_storage(reading: _Reading, group: LoadGroup) -> Counter[str]:
     return used
 
 
-def _read_from_all_nodes(reading: _Reading, group: LoadGroup) -> Counter[str]:
+def _read_from_all_nodes(reading: Reading, group: LoadGroup) -> Counter[str]:
     """Read what lies on several nodes.
 
     Each rank reads by itself what its node has in memory. Meanwhile all ranks together fetch what
@@ -263,7 +244,7 @@ def _raise_if_left(opened: OpenCheckpoint, memory: MemorySource | None, rank: in
             raise SegmentCorrupt(opened.choice.name, number, MemorySource.label, detail)
 
 
-def _not_in(memory: MemorySource | None, reading: _Reading) -> dict[str, _OfFile]:
+def _not_in(memory: MemorySource | None, reading: Reading) -> dict[str, _OfFile]:
     """Return what doesn't lie in this node's memory."""
     if memory is None:
         return reading.by_file()
@@ -276,7 +257,7 @@ def _not_in(memory: MemorySource | None, reading: _Reading) -> dict[str, _OfFile
     return {file: found for file, found in reading.by_file().items() if not memory.has(file)}
 
 
-def _read_local(memory: MemorySource, reading: _Reading) -> int:
+def _read_local(memory: MemorySource, reading: Reading) -> int:
     """Read what lies in this node's memory; return its bytes."""
     plan, nbytes = reading.plan, 0
     if isinstance(plan, Reads):
@@ -289,7 +270,7 @@ def _read_local(memory: MemorySource, reading: _Reading) -> int:
 # -- from one source -------------------------------------------------------------------------------
 
 
-def _read_from(source: Source, reading: _Reading, by_file: Mapping[str, _OfFile]) -> int:
+def _read_from(source: Source, reading: Reading, by_file: Mapping[str, _OfFile]) -> int:
     """Read this from one source; return its bytes."""
     if isinstance(source, MemorySource):
         return _read_from_memory(source, reading, by_file)
@@ -299,7 +280,7 @@ def _read_from(source: Source, reading: _Reading, by_file: Mapping[str, _OfFile]
 
 
 def _read_from_memory(
-    memory: MemorySource, reading: _Reading, by_file: Mapping[str, _OfFile]
+    memory: MemorySource, reading: Reading, by_file: Mapping[str, _OfFile]
 ) -> int:
     """Read straight into tensors where that will do, the rest through buffers."""
     nbytes = 0
@@ -336,7 +317,7 @@ def _columns(direct: Sequence[PendingItem]) -> DirectRead:
 
 
 def _prepared(
-    source: Source, reading: _Reading, by_file: Mapping[str, _OfFile], *, verify: bool
+    source: Source, reading: Reading, by_file: Mapping[str, _OfFile], *, verify: bool
 ) -> tuple[Fetcher, PendingItems]:
     """Return what fetches from a source, and what waits for bytes."""
     name = reading.opened.choice.name

@@ -229,11 +229,12 @@ def _extents_of_rows(catalog: Catalog, manifest: Manifest) -> tuple[Ints, Ints]:
     offsets, found = np.zeros((2, len(catalog.writer)), np.int64)
     written = np.flatnonzero(catalog.writer >= 0)
     items = LayoutItems(catalog)
-    numbers = items.of(written)
+    placed = catalog.writer[written], catalog.number[written]
+    numbers = items.find(*placed)
     firsts, lengths, payload_offsets, payload_nbytes = items.columns
     offsets[written] = np.where(payload_offsets >= 0, payload_offsets, firsts)[numbers]
     found[written] = np.where(payload_offsets >= 0, payload_nbytes, lengths)[numbers]
-    behind, tails = items.index_in_tail(written), manifest.tails
+    behind, tails = items.beyond(*placed), manifest.tails
     for row, number in zip(
         written[numbers < 0].tolist(), behind[numbers < 0].tolist(), strict=True
     ):

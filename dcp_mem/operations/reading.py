@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.config import Settings
 from dcp_mem.functional import load_or_raise_cause
-from dcp_mem.loading.request import LoadRequest
+from dcp_mem.loading.load_attempt import LoadRequest
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.storage.leases import being_read

@@ -14,7 +14,6 @@ Read it in this order. Of a save:
 - `state_structure`: a state dict, described once and recognised from then on.
 - `joint_plan`: the plans of some ranks joined, with what they have in common held once.
 - `contradictions`: what is refused of the ranks' plans.
-- `dealing`: who writes a chunk that several ranks hold.
 - `global_plan`: all ranks' plans merged: which rank writes what.
 - `plan_catalog`: the catalog of what the ranks have written.
 

@@ -17,19 +17,20 @@ import numpy.typing as npt
 
 from dcp_mem.format.catalog import Ints, counted
 from dcp_mem.format.column_file import distinct_rows
+from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.contradictions import (
     by_place,
     find_contradictions,
     refuse_contradictions,
     starts_of_chunks,
 )
-from dcp_mem.planning.dealing import Floats, chunk_bytes, deal_out, words_of_ranks
 from dcp_mem.planning.joint_plan import (
     JointPlan,
     PlanRows,
     SeriesNumbers,
     in_order,
 )
+from dcp_mem.planning.plan_columns import PlanItems
 
 _ITEMS_AT_ONCE = 1 << 16
 """Items that are looked at in one go: so many stay in the processor's cache."""
@@ -311,3 +312,39 @@ def _by_holders(merged: GlobalPlan, ranks: int) -> Iterator[Ints]:
     order = np.lexsort((sums, chunks.copies[shared]))
     cuts = np.flatnonzero(np.diff(sums[order])) + 1
     yield from np.split(shared[order], cuts)
+
+
+Floats = npt.NDArray[np.float64]
+
+
+def words_of_ranks(ranks: int) -> npt.NDArray[np.uint64]:
+    """Return a random word for each rank; a set of ranks is identified by the sum of its words.
+
+    Two sets have the same sum by chance in 1 of 2**64.
+    """
+    return np.random.default_rng(0).integers(0, 1 << 63, ranks, dtype=np.uint64)
+
+
+def chunk_bytes(items: PlanItems) -> Ints:
+    """Return the bytes of each item's chunk; a byte item's aren't known, and count as one."""
+    itemsize = np.array([dtype_named(one.dtype).itemsize for one in items.table] + [1], np.int64)
+    nbytes: Ints = items.extent.prod(axis=1) * itemsize[items.properties]
+    return nbytes
+
+
+def deal_out(nbytes: Ints, load: Floats) -> Ints:
+    """Return, for each of some chunks, which of the holders writes it.
+
+    Each holder gets a run of them, and loads become as equal as they can.
+
+    `load`: of each holder: the bytes that it writes anyway.
+    """
+    total = float(nbytes.sum())
+    ordered = np.sort(load)
+    # Fill up the least loaded to one level: that at which all bytes are used up.
+    filled = (total + np.cumsum(ordered)) / np.arange(1, len(load) + 1)
+    reach = filled > ordered
+    level = filled[np.flatnonzero(reach)[-1]] if reach.any() else ordered[0]
+    ends = np.cumsum(np.maximum(level - load, 0))
+    middles = np.cumsum(nbytes) - nbytes / 2
+    return np.minimum(np.searchsorted(ends, middles, side="right"), len(load) - 1)

@@ -49,7 +49,7 @@ from dcp_mem.common import faults
 from dcp_mem.common import log as log_module
 from dcp_mem.errors import CheckpointNotFound
 from dcp_mem.format.metadata import read_metadata
-from dcp_mem.loading import candidates
+from dcp_mem.loading import find
 from dcp_mem.memory import copying
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load_planner import LocalLoadPlanner
@@ -666,7 +666,7 @@ def _loads_of_which_one_rank_is_interrupted(
     with places.writer(persist=False) as writer:
         dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
     if dist.get_rank() == interrupted:
-        patch, open_newest = pytest.MonkeyPatch(), candidates.open_newest
+        patch, open_newest = pytest.MonkeyPatch(), find.open_newest
 
         def interrupt(*arguments: Any, **_: object) -> None:
             if where == "opened":

@@ -702,7 +702,7 @@ def test_the_last_checkpoint_of_a_run_comes_and_then_the_end_though_storage_was_
             raise StorageUnavailable(storage.url, "an outage")
         return checkpoint_names(storage)
 
-    monkeypatch.setattr("dcp_mem.loading.watch.checkpoint_names", names_or_none)
+    monkeypatch.setattr("dcp_mem.loading.survey.checkpoint_names", names_or_none)
     assert [one.name for one in _follow(job, only_durable=True, **ended)] == ["step-2"]
 
 

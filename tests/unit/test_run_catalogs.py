@@ -70,7 +70,7 @@ def _tails(catalog: Catalog) -> Tails:
     found: Tails = {}
     for rank, number in zip(
         catalog.ranks[catalog.writer[rows]].tolist(),
-        items.index_in_tail(rows).tolist(),
+        items.beyond(catalog.writer[rows], catalog.number[rows]).tolist(),
         strict=True,
     ):
         of_rank = found.setdefault(rank, [])

@@ -44,21 +44,18 @@ def test_a_progression_takes_no_room_whatever_its_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "value"),
+    ("run", "values"),
     [
-        ("first", -1),
-        ("first", 2),
-        ("length", -4),
-        ("length", -(1 << 63)),
-        ("length", [1, 1]),
-        ("step", [[0]]),
+        ([-1, 0, -3], [1, 2, 4]),
+        ([2, 0, -3], [1, 2, 4]),
+        ([0, 0, -4], [1, 2, 4]),
+        ([0, 0, -(1 << 63)], [1, 2, 4]),
+        ([0, 0], []),
+        ([0, 0, -3], [[1, 2, 4]]),
     ],
     ids=str,
 )
-def test_runs_that_reach_out_of_what_is_listed_are_refused(column: str, value: object) -> None:
-    pool = RunPool()
-    pool.add(np.array([[1, 2, 4]]))
-    columns = pool.runs().columns("x")
-    read_runs(columns, "x")
+def test_runs_that_reach_out_of_what_is_listed_are_refused(run: object, values: object) -> None:
+    runs, listed = np.array(run, np.int64)[:, None], np.array(values, np.int64)
     with pytest.raises(ValueError, match="runs"):
-        read_runs({**columns, f"x_{column}": np.array(value, np.int64, ndmin=1)}, "x")
+        read_runs({"runs": runs, "runs_values": listed}, "runs")

@@ -198,13 +198,8 @@ def shared_catalog(entries: int = 1, first: int = 0, step: int = 0, length: int 
         layouts=[layout_of(np.zeros((4, 0), np.int64))],
     )
     packed = unpack(sound.to_bytes(), VERSION)
-    run = {"first": first, "step": step, "length": length}
-    changed = {
-        f"{pool}_{name}": np.array([value])
-        for pool in ("boxes", "places")
-        for name, value in run.items()
-    }
-    columns = {**packed.columns, **changed}
+    run = np.array([[first], [step], [length]])
+    columns = {**packed.columns, "boxes": run, "places": run}
     return pack(Packed(packed.facts, columns, packed.blobs), VERSION)
 
 

@@ -1,23 +1,30 @@
-"""The way through a load's candidates: survey, elect, open the newest that can be opened."""
+"""A load's candidates: which all ranks can load, and the newest that can be opened."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from dcp_mem.comm.agreement import Failures, joined, known_to_all
+from dcp_mem.comm.agreement import Failures, from_all_ranks, joined, known_to_all
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
-from dcp_mem.errors import CheckpointNotFound, NoRecoverableCheckpoint
+from dcp_mem.common.sendable import sendable
+from dcp_mem.errors import CheckpointNotFound, ConfigError, NoRecoverableCheckpoint
 from dcp_mem.format import names
-from dcp_mem.loading.elect import elect_together
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
 from dcp_mem.loading.open import CannotOpen, OpenCheckpoint, open_together
 from dcp_mem.loading.repair import CannotRepair, Repair, begin_repair, raise_cannot_repair
-from dcp_mem.loading.survey import Search
-from dcp_mem.policy.election import ElectedCheckpoint
+from dcp_mem.loading.survey import Search, survey_memory
+from dcp_mem.policy.election import (
+    ElectedCheckpoint,
+    FoundCheckpoint,
+    RecoveryPlan,
+    elect,
+    in_common,
+)
 from dcp_mem.replicating.plan import FilePlan, members_of
 from dcp_mem.replicating.repair_plan import lost_segments
+from dcp_mem.runtime.numbers import note_seen
 
 
 def open_newest(load: LoadAttempt) -> OpenCheckpoint:
@@ -30,7 +37,7 @@ def open_newest(load: LoadAttempt) -> OpenCheckpoint:
     Raises NoRecoverableCheckpoint, CheckpointNotFound, ConfigError, RankFailed.
     """
     for scope in (names.COLLECTIVE, names.rank_scope(load.request.rank)):
-        load.search_in(scope)
+        load.search = replace(load.search, scope=scope)
         plan = elect_together(load, load.search)
         load.adopt(plan)
         if plan.choices:
@@ -132,3 +139,92 @@ def _holders(repair: Repair, plans: Sequence[FilePlan]) -> Mapping[int, tuple[in
     """Return the ranks whose node has it, for each rebuilt segment."""
     members = members_of(repair.nodes)
     return {names.rank_of(plan.file): tuple(members[repair.nodes[plan.receiver]]) for plan in plans}
+
+
+_LOOKING = "looking for checkpoints"
+
+
+@sendable
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """One rank's contribution to the election."""
+
+    wanted: str | None  # name of the checkpoint that this rank was asked for; None for the newest
+    findings: Sequence[FoundCheckpoint]
+    plans_itself: bool
+
+
+@sendable
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """Rank 0's decision from all ranks' surveys."""
+
+    wanted: Sequence[str] = ()  # the names that ranks were asked for, where they differ
+    # what can be loaded; None where it isn't rank 0 alone that elects
+    plan: RecoveryPlan | None = None
+    all_plan_themselves: bool = False
+
+
+def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
+    """Return what can be loaded, newest first, and why the rest can't; the same on all ranks.
+
+    1. Every rank surveys its node's memory. Surveys go up the tree to rank 0; equal ones, as of
+       the ranks of a node, are sent once.
+    2. Rank 0 surveys storage for all, and elects; one broadcast. Where ranks saved alone, each
+       does so for itself; one exchange.
+    3. Every rank remembers the greatest number of all checkpoints: its next saves are newer.
+
+    `load`: the load; it is told what the ranks have in common, and of the silence of storage.
+    Raises ConfigError, Exception, RankFailed.
+    """
+    decision = from_all_ranks(
+        load.ranks,
+        _LOOKING,
+        lambda: _Survey(search.wanted, _survey_memory(load, search), load.request.plans_itself),
+        lambda surveys: _decide(load, search, surveys),
+    )
+    faults.point("recover.surveyed")
+    if decision.wanted:
+        text = f"the ranks load different checkpoint ids: {', '.join(decision.wanted)}"
+        raise known_to_all(ConfigError(text))
+    plan, load.all_plan_themselves = decision.plan, decision.all_plan_themselves
+    if plan is None:
+        # Nothing raises in front of this exchange: a silent storage is a reason, not an error.
+        findings = _survey_memory(load, search)
+        plan = in_common(load.ranks.exchange(_elect(load, search, [findings])))
+    note_seen(load.request.settings, plan.newest)
+    return plan
+
+
+def _decide(load: LoadAttempt, search: Search, surveys: Sequence[_Survey]) -> _Decision:
+    wanted = sorted({survey.wanted or "the newest" for survey in surveys})
+    if len(wanted) > 1:
+        return _Decision(wanted)
+    plan = None
+    if search.is_collective:
+        plan = _elect(load, search, [survey.findings for survey in surveys])
+    all_plan = all(survey.plans_itself for survey in surveys)
+    return _Decision(plan=plan, all_plan_themselves=all_plan)
+
+
+def _survey_memory(load: LoadAttempt, search: Search) -> list[FoundCheckpoint]:
+    if load.request.refusal is not None:
+        raise load.request.refusal
+    return survey_memory(load.memory, search, load.damaged_ranks)
+
+
+def _elect(
+    load: LoadAttempt, search: Search, inventories: Sequence[Sequence[FoundCheckpoint]]
+) -> RecoveryPlan:
+    """Survey storage, and elect from what memory and storage have."""
+    has_any = any(not (one.problem or one.rejected) for found in inventories for one in found)
+    directories = {
+        one.name
+        for found in inventories
+        for one in found
+        if one.replaces is not None and not one.was_stored
+    }
+    survey = load.storage_survey
+    stored = survey.findings(search, is_needed=not has_any, directories=directories)
+    plan = elect(inventories, stored, is_named=search.wanted is not None, removed=survey.removed)
+    return replace(plan, reasons=(*plan.reasons, *load.storage_survey.silence))
