@@ -178,10 +178,7 @@ class Untrained:
 
 
 def refuse_engines(accelerator: Accelerator) -> None:
-    """Raise ConfigError if models or optimizers aren't torch's own, or if FSDP1 is used.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError if models or optimizers aren't torch's own, or if FSDP1 is used."""
     kind = accelerator.distributed_type
     if kind in _ENGINES:
         raise ConfigError(

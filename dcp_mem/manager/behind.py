@@ -54,10 +54,7 @@ class Behind:
 
 
 def _failures(held: list[LocalCheckpoint]) -> Iterator[tuple[LocalCheckpoint, str]]:
-    """Yield the checkpoints whose flush or copies have failed, and why.
-
-    Copies that were never begun, or are fewer because there are fewer nodes, have not failed.
-    """
+    """Yield those whose flush or copies have failed, and why: fewer nodes are no failure."""
     for one in held:
         status, copies = status_of(one), one.replication
         error = copies.error if copies.outcome == Outcome.FAILED else ""

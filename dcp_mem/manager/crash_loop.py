@@ -48,10 +48,7 @@ class CrashLoop:
         self._success: int | None = None  # the step from which on the resume has succeeded
 
     def known(self, rank: int) -> Resumes:
-        """Return what this rank knows of earlier resumes.
-
-        `rank`: of the job; rank 0 asks storage as well.
-        """
+        """Return what this rank knows of earlier resumes; rank 0 asks storage as well."""
         found = [self._in_memory()]
         if rank == 0 and self._settings.url is not None:
             found.append(self._on_storage())

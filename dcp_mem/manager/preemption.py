@@ -71,10 +71,7 @@ class Preemption:
         self._listener: _SignalListener | None = None
 
     def install(self) -> None:
-        """Install the handlers, unless they are.
-
-        Raises ConfigError.
-        """
+        """Install the handlers, unless they are. Raises ConfigError."""
         if self._listener is not None:
             return
         if self._signals and threading.current_thread() is not threading.main_thread():

@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Protocol
 
-from dcp_mem.errors import DcpMemError, StorageRefused, StorageUnavailable
+from dcp_mem.errors import DcpMemError, StorageKeyMissing, StorageRefused, StorageUnavailable
 
 LEAST_PART = 16 << 20
 _COMFORTABLE_PART = 64 << 20
@@ -257,6 +257,14 @@ class Storage(StoredFiles, Protocol):
         """Free what unfinished uploads of a key take up; an object under the key stays."""
 
 
+def is_still(storage: StoredFiles, key: str, data: bytes) -> bool:
+    """Return whether an object is still these bytes; False where it is gone."""
+    try:
+        return storage.get(key) == data
+    except StorageKeyMissing:
+        return False
+
+
 def part_nbytes(nbytes: int) -> int:
     """Return the length of the parts of an object, in whole MiB.
 
@@ -274,10 +282,7 @@ def part_count(nbytes: int, of_part: int) -> int:
 
 
 def scatter(piece: bytes, start: int, buffers: Sequence[memoryview]) -> None:
-    """Copy bytes into buffers that stand for one range, cut up.
-
-    `buffers`: the range, in order.
-    """
+    """Copy bytes into buffers that stand for one range, cut up, in order."""
     for buffer in buffers:
         if start < len(buffer):
             count = min(len(buffer) - start, len(piece))

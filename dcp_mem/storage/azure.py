@@ -35,10 +35,7 @@ _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 
 
 class AzureStorage:
-    """A container, or what is under a prefix in it, with adlfs's account and credentials.
-
-    Raises NotThisRoute.
-    """
+    """A container, or what is under a prefix in it, with adlfs's account and credentials."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
@@ -215,10 +212,7 @@ class AzureStorage:
         return True
 
     def _etag_of(self, key: str, data: bytes) -> str | None:
-        """Return the ETag of a blob; None where it isn't these bytes, or is gone.
-
-        The ETag is asked for first: it is that of the bytes, or the blob has changed since.
-        """
+        """Return the ETag of a blob; None where it isn't these bytes, or is gone."""
         try:
             with self._translator.errors(key):
                 etag = str(self._blob(key).get_blob_properties().etag)
@@ -374,10 +368,7 @@ class AzureUpload(Sending):
             raise StorageUnavailable(self._blob.url.partition("?")[0], why)
 
     def commit(self, **conditions: Any) -> None:
-        """Make the blob of the blocks.
-
-        Raises HttpResponseError.
-        """
+        """Make the blob of the blocks. Raises HttpResponseError."""
         # The latest of each id: after a commit whose answer was lost these are the committed ones.
         answer = self._blob.commit_block_list(
             [BlobBlock(self._put[number]) for number in sorted(self._put)], **conditions

@@ -29,10 +29,7 @@ def read_all(blob: BlobClient) -> bytes:
 
 
 def read_into(blob: BlobClient, offset: int, buffers: Sequence[memoryview]) -> int:
-    """Fill the buffers with the bytes from `offset` on.
-
-    Returns how many bytes there were. Raises OSError, HttpResponseError.
-    """
+    """Fill the buffers with the bytes from `offset` on; return how many there were."""
     wanted = sum(map(len, buffers))
     operation = _operation(blob)
     if operation is None:
@@ -55,10 +52,7 @@ def _operation(blob: BlobClient) -> Any:
 
 @contextmanager
 def _answer(operation: Any, **options: Any) -> Iterator[Any]:
-    """Open the answer of `requests`.
-
-    Its connection is used again if the answer is read to its end, and closed otherwise.
-    """
+    """Open the answer of `requests`; its connection is used again if it is read to its end."""
     answer = operation(cls=lambda response, *_: response, **options).http_response.internal_response
     with closing(answer):
         yield answer

@@ -17,7 +17,6 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
 from dcp_mem.config import Settings, checkpoint_name
 from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
-from dcp_mem.format import names
 from dcp_mem.integrations.nebula.completion import EACH_FILE, ON_COMMIT
 from dcp_mem.integrations.nebula.local_files import local_file
 from dcp_mem.integrations.nebula.peers import Peers
@@ -29,6 +28,7 @@ from dcp_mem.operations.streams import open_stream
 from dcp_mem.saving.streams import NothingNew, name_of_rank
 from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.routes import storage_of
+from dcp_mem.storage.streams import Body
 
 _saved_alone: dict[str, str | None] = {}
 """The root of each checkpoint that this process has saved by `save_alone`, by tag."""
@@ -173,7 +173,7 @@ class Checkpoint:
             CheckpointNotFound: There is no such checkpoint.
         """
         with self._opened(name) as (_, data):
-            yield io.BufferedReader(_View(data))
+            yield io.BufferedReader(Body(data))  # type: ignore[type-var]
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[str, memoryview]]:
@@ -211,10 +211,7 @@ def save_alone(
     is_best: bool = False,
     persist_path: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Save a checkpoint of one file, which this rank completes alone.
-
-    `persist_path`: the root of another job than the one that `init` has set.
-    """
+    """Save a checkpoint of one file, which this rank completes alone."""
     run = run_elsewhere(persist_path)
     _saved_alone[tag] = run.settings.url
     full_name, write = checkpoint_name(run.settings.url, tag), partial(_pickle, obj)
@@ -256,7 +253,7 @@ def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list
     run = run_for(persist_path)
     chosen = run.settings_for(persist_path)
     newest: dict[str, CheckpointStatus] = {}  # storage may still have an older save of a tag
-    for one in filter(_counts, inventory.list_checkpoints(chosen)):
+    for one in filter(inventory.counts, inventory.list_checkpoints(chosen)):
         newest.setdefault(one.name, one)
     return [
         {
@@ -413,16 +410,14 @@ def _find(
         found = [one for one in found if one.name == name]
         if storage is not None:
             found = inventory.merged(found, inventory.stored(committed_under(storage, name)))
-    return next((one for one in found if _counts(one)), None)
+    will_do = inventory.counts if tag else inventory.may_be_resumed_from
+    return next(filter(will_do, found), None)
 
 
 def _in_memory(
     chosen: Settings, surveyed: Mapping[str, CheckpointStatus | None]
 ) -> list[CheckpointStatus]:
-    """Return the checkpoints that can be read from the nodes' memory.
-
-    Those of this run are in this node's memory; earlier ones count if the nodes have all segments.
-    """
+    """Return what nodes have: this node its run's, all of them together all of earlier ones."""
     own = [one for one in inventory.in_memory(chosen) if one.save_id not in surveyed]
     return [*own, *(one for one in surveyed.values() if one is not None)]
 
@@ -432,12 +427,6 @@ def _peers(run: Run, chosen: Settings) -> Peers | None:
     if chosen is not run.settings or not (dist.is_available() and dist.is_initialized()):
         return None
     return run.completing.peers
-
-
-def _counts(one: CheckpointStatus) -> bool:
-    """Return whether all ranks saved it, and nothing is known to keep it from being loaded."""
-    is_readable = MEMORY in one.places or not (one.problem or one.rejected)
-    return is_readable and one.scope == names.COLLECTIVE and not one.is_foreign
 
 
 def _pick(name: str, files: Sequence[str]) -> str | None:
@@ -478,35 +467,3 @@ def _file_name(name: object) -> str:
 
 def _pickle(obj: Any, file: IO[bytes]) -> None:
     torch.save(obj, file)
-
-
-class _View(io.RawIOBase):
-    """Reads from memory that is owned elsewhere."""
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data, self._place = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), len(self._data) - self._place))
-        view[:count] = self._data[self._place : self._place + count]
-        self._place += count
-        return count
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = max(
-            0,
-            offset
-            + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: len(self._data)}[whence],
-        )
-        return self._place
-
-    def tell(self) -> int:
-        return self._place

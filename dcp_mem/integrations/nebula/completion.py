@@ -7,7 +7,6 @@ in that save, beside training, in the order of the notices.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import threading
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from dcp_mem.comm.notices import Notices
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import before_pools_end
 from dcp_mem.config import exchange_timeout
 from dcp_mem.errors import DcpMemError, WaitTimeout
 from dcp_mem.format import names
@@ -151,10 +151,7 @@ class _Files:
 
 
 class Completion:
-    """Takes the files of checkpoints that aren't complete yet, and completes them, without ranks.
-
-    `peers`: other nodes' memory; None where there are no other ranks.
-    """
+    """Takes files of checkpoints that aren't complete yet, and completes them, without ranks."""
 
     peers: Peers | None = None
 
@@ -319,5 +316,4 @@ def _close_all() -> None:
         completion.close()
 
 
-# Before concurrent.futures ends its pools, which the saves that complete checkpoints need.
-getattr(threading, "_register_atexit", atexit.register)(_close_all)
+before_pools_end(_close_all)

@@ -1,28 +1,54 @@
 """Nebula's classes for Lightning: a checkpoint plugin and a callback.
 
 Scripts import them from `dcp_mem.integrations.nebula`. They are for the trainers of `lightning` and
-of `pytorch_lightning`. New scripts are better served by `dcp_mem.integrations.lightning`.
+of `pytorch_lightning`: each package has classes of its own, and takes none of the other's. New
+scripts are better served by `dcp_mem.integrations.lightning`.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from dcp_mem.common.releases import warn_if_untested
 from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations import nebula
 from dcp_mem.integrations.nebula.checkpoint import remove_alone, save_alone, saved_alone
 from dcp_mem.integrations.nebula.local_files import is_local_file
-from dcp_mem.integrations.nebula.packages import class_of_each
 from dcp_mem.integrations.nebula.run import current, has_run
 from dcp_mem.integrations.removals import Ending
 
 _FILE = "checkpoint"
 _OPTIONS = frozenset({"is_best", "persist_path"})
+_MODULES = {
+    "lightning": {"pytorch": "lightning.pytorch", "fabric": "lightning.fabric"},
+    "pytorch_lightning": {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"},
+}
+# What the script has imported comes first; dcp_mem imports the others.
+_PACKAGES = sorted(
+    (name for name in _MODULES if importlib.util.find_spec(name) is not None),
+    key=lambda name: name not in sys.modules,
+)
+
+
+def class_of_each(module: str, name: str) -> list[Any]:
+    """Return the class of each package that is installed, the script's own first."""
+    if not _PACKAGES:
+        raise ImportError("Lightning is missing: pip install lightning")
+    for package in _PACKAGES:
+        warn_if_untested(package.replace("_", "-"))
+    part, _, rest = module.partition(".")
+    return [
+        getattr(importlib.import_module(f"{_MODULES[package][part]}.{rest}"), name)
+        for package in _PACKAGES
+    ]
 
 
 class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # type: ignore[misc]

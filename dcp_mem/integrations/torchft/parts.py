@@ -55,10 +55,7 @@ class Kind(NamedTuple):
 
 
 def taken_apart(state: Any) -> Parts:
-    """Take a state dict apart.
-
-    Raises DcpMemError.
-    """
+    """Take a state dict apart. Raises DcpMemError."""
     tensors: list[torch.Tensor] = []
     numbers: dict[int, int] = {}  # a tensor that occurs twice is sent once
 
@@ -94,10 +91,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def unpickled(structure: bytes, *, weights_only: bool) -> tuple[Any, list[Kind]]:
-    """Return a structure, and the kinds of the tensors that belong to it.
-
-    Raises UntrustedObject.
-    """
+    """Return a structure, and the kinds of the tensors that belong to it."""
     try:
         state, kinds = torch.load(
             io.BytesIO(structure), map_location="cpu", weights_only=weights_only

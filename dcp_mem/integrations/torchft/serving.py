@@ -34,11 +34,7 @@ _LOOK_SECONDS = 0.05
 
 
 class Server:
-    """Gives the newest staged state to the replicas that ask for it.
-
-    `transport`: what moves bytes to other nodes, as in `Settings.transport`. `metadata`: what a
-    peer needs to know to ask.
-    """
+    """Gives the newest staged state to the replicas that ask for it."""
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
@@ -56,10 +52,7 @@ class Server:
         self._thread = daemon(self._listen, "dcp_mem-torchft")
 
     def offer(self, staged: StagedState, peers: int, seconds: float) -> None:
-        """Give out this state from now on, in the place of the last one.
-
-        `staged`: it is dropped once all peers have it, or the time is over.
-        """
+        """Give out this state in place of the last, until all peers have it or time is over."""
         with self._changed:
             last, self._staged = self._staged, staged
             self._expires, self._left = time.monotonic() + seconds, peers
@@ -68,10 +61,7 @@ class Server:
             last.drop()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop, drop what is staged, and break off what is under way. Closing twice is fine.
-
-        `wait`: whether to wait for the thread that listens.
-        """
+        """Stop, drop what is staged, and break off what is under way. Closing twice is fine."""
         if os.getpid() != self._home:
             return  # all of it is the parent's
         with self._changed:
@@ -185,10 +175,7 @@ class Server:
             return int(self._meeting.port)
 
     def forget(self) -> None:
-        """Close a forked child's copies, which would keep a dead replica's connections open.
-
-        What is staged is the parent's.
-        """
+        """Close a forked child's copies, which would keep a dead replica's connections open."""
         self._door.close()
         for line in list(self._lines):
             line.forget()

@@ -29,19 +29,10 @@ MARK_NBYTES = ALIGNMENT
 
 
 class StagedState:
-    """A state dict in a slot of its own, as it was at one step.
-
-    The slot's memory is given back once the state is dropped and nobody reads it any more.
-
-    `structure`: the state dict without its tensors' bytes. `nbytes`: bytes of the tensors, and of
-    what lies between them. `mark`: the first bytes of the slot; the tensors follow.
-    """
+    """A state dict in a slot of its own; its memory is given back once nobody reads it any more."""
 
     def __init__(self, step: int, state: Any, directory: str) -> None:
-        """Copy a state dict; it may change as soon as this has returned.
-
-        Raises MemoryBudgetExceeded, DcpMemError.
-        """
+        """Copy a state dict; it may change as soon as this has returned."""
         parts = taken_apart(state)
         self.step, self.structure = step, parts.structure
         self.mark = secrets.token_bytes(MARK_NBYTES)

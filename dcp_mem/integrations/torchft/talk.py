@@ -44,35 +44,23 @@ class Say(IntEnum):
 
 
 class Talk:
-    """One end of a conversation, which ends at a deadline.
-
-    `deadline`: in seconds of the monotonic clock.
-    """
+    """One end of a conversation, which ends at a deadline of the monotonic clock."""
 
     def __init__(self, line: ControlLine, peer: str, deadline: float) -> None:
         self._line, self._peer, self.deadline = line, peer, deadline
         self._came = deque[Frame]()
 
     def say(self, kind: Say, **facts: Any) -> None:
-        """Send facts.
-
-        Raises DcpMemError.
-        """
+        """Send facts. Raises DcpMemError."""
         self._send(Frame(kind, 0, json.dumps(facts).encode()))
 
     def say_bytes(self, kind: Say, data: bytes) -> None:
-        """Send bytes, of any number, in as many frames as they take.
-
-        Raises DcpMemError.
-        """
+        """Send bytes, of any number, in as many frames as they take. Raises DcpMemError."""
         for number, start in enumerate(range(0, len(data), MOST_NBYTES)):
             self._send(Frame(kind, number, data[start : start + MOST_NBYTES]))
 
     def heard(self, *kinds: Say) -> tuple[Say, Mapping[str, Any]]:
-        """Return the next frame's kind and facts.
-
-        Raises DcpMemError.
-        """
+        """Return the next frame's kind and facts. Raises DcpMemError."""
         frame = self._next()
         if frame.kind == Say.REFUSED:
             raise DcpMemError(f"{self._peer} refuses: {json.loads(frame.body)['why']}")
@@ -81,10 +69,7 @@ class Talk:
         return Say(frame.kind), json.loads(frame.body)
 
     def heard_bytes(self, kind: Say, nbytes: int) -> bytes:
-        """Return bytes that come in as many frames as they take.
-
-        Raises DcpMemError.
-        """
+        """Return bytes that come in as many frames as they take. Raises DcpMemError."""
         data = bytearray()
         while len(data) < nbytes:
             frame = self._next()
@@ -99,20 +84,14 @@ class Talk:
         return self._line.is_over
 
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline.
-
-        Raises WaitTimeout.
-        """
+        """Return the seconds until the deadline. Raises WaitTimeout."""
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             raise WaitTimeout(f"timed out waiting for {self._peer}")
         return seconds
 
     def check(self) -> None:
-        """Check that it is worth while to go on.
-
-        Raises WaitTimeout, DcpMemError.
-        """
+        """Check that it is worth while to go on. Raises WaitTimeout, DcpMemError."""
         self.seconds_left()
         if self.is_over():
             raise DcpMemError(f"{self._peer} is gone")
@@ -139,10 +118,7 @@ class Talk:
 
 
 def joined(host: str, port: int, seconds: float) -> dist.TCPStore:
-    """Return a connection to the store of another replica.
-
-    Raises RuntimeError.
-    """
+    """Return a connection to the store of another replica. Raises RuntimeError."""
     timeout = timedelta(seconds=seconds)
     return TimedCalls(seconds).do(
         lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -150,10 +126,7 @@ def joined(host: str, port: int, seconds: float) -> dist.TCPStore:
 
 
 def met(store: dist.Store, name: str, talk: Talk, transport: str, *, is_sender: bool) -> Channel:
-    """Return this end of a new channel to the peer.
-
-    Raises RuntimeError.
-    """
+    """Return this end of a new channel to the peer. Raises RuntimeError."""
     pair = Pair(
         store=dist.PrefixStore(name, store), is_sender=is_sender, seconds=talk.seconds_left()
     )
