@@ -20,7 +20,7 @@ from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
 from dcp_mem.integrations.nebula.completion import EACH_FILE, ON_COMMIT
 from dcp_mem.integrations.nebula.local_files import local_file
 from dcp_mem.integrations.nebula.peers import Peers
-from dcp_mem.integrations.nebula.run import Run, current, join, run_elsewhere, run_for
+from dcp_mem.integrations.nebula.run import Run, current, join, run_for
 from dcp_mem.operations import inventory
 from dcp_mem.operations.contents import contents_of
 from dcp_mem.operations.flush import promote
@@ -29,9 +29,6 @@ from dcp_mem.saving.streams import NothingNew, name_of_rank
 from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.routes import storage_of
 from dcp_mem.storage.streams import Body
-
-_saved_alone: dict[str, str | None] = {}
-"""The root of each checkpoint that this process has saved by `save_alone`, by tag."""
 
 
 class Checkpoint:
@@ -106,8 +103,8 @@ class Checkpoint:
         tag = self._name_in(run)
         run.completing.save(
             tag,
-            _file_name(name),
-            partial(_pickle, obj),
+            file_name(name),
+            partial(write_pickled, obj),
             self._num_of_files,
             is_complete=self._is_complete_in(run, tag),
         )
@@ -189,7 +186,7 @@ class Checkpoint:
         chosen, picked = run.settings_for(self._path), [""]
 
         def pick(files: Sequence[str]) -> str | None:
-            item = _pick(_file_name(name), files)
+            item = _pick(file_name(name), files)
             picked[0] = item or ""
             return item
 
@@ -202,42 +199,6 @@ class Checkpoint:
         if self._run is None:
             self._run = current()
         return self._run
-
-
-def save_alone(
-    tag: str,
-    name: str,
-    obj: Any,
-    is_best: bool = False,
-    persist_path: str | os.PathLike[str] | None = None,
-) -> None:
-    """Save a checkpoint of one file, which this rank completes alone."""
-    run = run_elsewhere(persist_path)
-    _saved_alone[tag] = run.settings.url
-    full_name, write = checkpoint_name(run.settings.url, tag), partial(_pickle, obj)
-    run.removals.wait_for(full_name)
-    if is_best:
-        run.writer.annotate_next_save(persist=True, metrics={"is_best": 1.0})
-    try:
-        run.alone.save(full_name, _file_name(name), write, EACH_FILE)
-    except BaseException:
-        run.writer.annotate_next_save()  # what was said is of this save
-        raise
-
-
-def saved_alone(tag: str) -> str | None:
-    """Return the root under which this process has saved a checkpoint by `save_alone`.
-
-    Returns None for the run's own root, and where this process has saved none of that tag.
-    """
-    url = _saved_alone.get(tag)
-    return None if url == current().settings.url else url
-
-
-def remove_alone(tag: str) -> None:
-    """Begin to remove a checkpoint from this node's memory and storage; see `Removals.begin`."""
-    run = run_elsewhere(saved_alone(tag))
-    run.removals.begin(checkpoint_name(run.settings.url, tag), from_storage=True)
 
 
 def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
@@ -459,11 +420,11 @@ def _text(tag: object) -> str:
     return "" if tag is None else str(tag)
 
 
-def _file_name(name: object) -> str:
+def file_name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"name={name!r}: give the file a name, such as 'model'")
     return name
 
 
-def _pickle(obj: Any, file: IO[bytes]) -> None:
+def write_pickled(obj: Any, file: IO[bytes]) -> None:
     torch.save(obj, file)

@@ -67,10 +67,7 @@ class Run:
 
     def settings_for(self, persist_path: str | os.PathLike[str] | None) -> Settings:
         """Return the settings of this run's job, or of another path's job, which is only read."""
-        if persist_path is None:
-            return self.settings
-        other = settings(persist_path, memory_root=self.settings.memory_root)
-        if other.url == self.settings.url:
+        if persist_path is None or root_url(persist_path) == self.settings.url:
             return self.settings
         return settings(
             persist_path,

@@ -22,9 +22,8 @@ from dcp_mem.comm.transfer import send
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.errors import DcpMemError
-from dcp_mem.format.checksums import checksum
 from dcp_mem.integrations.torchft.staged import StagedState, machine
-from dcp_mem.integrations.torchft.talk import Say, Talk, joined, met
+from dcp_mem.integrations.torchft.talk import Say, Talk, met
 
 _POLL_SECONDS = 0.2
 _FIRST_SECONDS = 10.0
@@ -104,7 +103,7 @@ class Server:
     def _serve(self, line: ControlLine) -> None:
         talk = Talk(line, "the replica that heals", time.monotonic() + _FIRST_SECONDS)
         try:
-            _, wanted = talk.heard(Say.WANTED)
+            wanted = talk.heard(Say.WANTED)
             talk.deadline = time.monotonic() + float(wanted["seconds"])
             self._give(talk, int(wanted["step"]))
         except (DcpMemError, RuntimeError, OSError, ValueError, KeyError) as error:
@@ -142,25 +141,19 @@ class Server:
         talk.say(
             Say.OFFER,
             nbytes=staged.nbytes,
-            structure_nbytes=len(staged.structure),
-            structure_crc=checksum(staged.structure),
             mark=staged.mark.hex(),
             file=f"/proc/{os.getpid()}/fd/{staged.descriptor}",
             inode=staged.inode,
             machine=machine(),
         )
         talk.say_bytes(Say.STRUCTURE, staged.structure)
-        how, _ = talk.heard(Say.FILE, Say.CHANNEL)
-        if how == Say.FILE:
-            sums = staged.checksums().tobytes()
-            talk.say(Say.CHECKSUMS, nbytes=len(sums), crc=checksum(sums))
-            talk.say_bytes(Say.CHECKSUMS, sums)
+        if talk.heard(Say.ROAD)["is_file"]:
+            talk.say_bytes(Say.CHECKSUMS, staged.checksums().tobytes())
             talk.heard(Say.GOT)
             return
-        name, port = uuid.uuid4().hex, self._meeting_port()
-        talk.say(Say.MEETING, host=self._host, port=port, name=name)
-        store = joined(self._host, port, talk.seconds_left())
-        channel = met(store, name, talk, self._transport, is_sender=True)
+        meeting = {"host": self._host, "port": self._meeting_port(), "name": uuid.uuid4().hex}
+        talk.say(Say.MEETING, **meeting)
+        channel = met(meeting, talk, self._transport, is_sender=True)
         try:
             send(channel, staged.chunks(), talk.check)
             talk.heard(Say.GOT)
