@@ -47,7 +47,7 @@ class Behind:
     def rejections(self) -> tuple[str, ...]:
         """Find what has been rejected behind training on this node since the last call."""
         session = open_session(self._settings)
-        held = [] if session is None else session.memory.checkpoints()
+        held = () if session is None else session.memory.checkpoints()
         new = [one for one in held if one.rejected and (one.name, one.rejected) not in self._said]
         self._said |= {(one.name, one.rejected) for one in new}
         return tuple(f"{one.name}: rejected: {one.rejected}" for one in new)

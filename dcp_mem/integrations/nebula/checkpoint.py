@@ -123,7 +123,7 @@ class Checkpoint:
         except ConfigError:
             raise
         except NothingNew:
-            if run.completing.times_completed(tag) or _find(run, tag, None) is not None:
+            if run.completing.times_completed[tag] or _find(run, tag, None) is not None:
                 return True
             log.error("%s is not complete: nothing was saved", tag)
             return False
@@ -140,8 +140,8 @@ class Checkpoint:
     def _is_complete_in(self, run: Run, tag: str) -> bool:
         """Return whether this checkpoint, and not an earlier one of its tag, is complete."""
         if self._times_completed is None:
-            self._times_completed = run.completing.times_completed(tag)
-        return run.completing.times_completed(tag) > self._times_completed
+            self._times_completed = run.completing.times_completed[tag]
+        return run.completing.times_completed[tag] > self._times_completed
 
     def load(self, name: str, map_location: Any = None, *, weights_only: bool = False) -> Any:
         """Load an object of this checkpoint, from this node's memory, other nodes' or storage.

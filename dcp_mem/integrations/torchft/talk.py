@@ -70,7 +70,7 @@ class Talk:
         facts, data = self.heard(kind), bytearray()
         while len(data) < facts["nbytes"]:
             data += self._next(kind)
-        if checksum(data) != facts["crc"]:
+        if checksum(memoryview(data)) != facts["crc"]:
             why = f"its {kind.name.lower()} came otherwise than it was sent"
             raise SegmentCorrupt("the state", 0, self._peer, why)
         return bytes(data)
