@@ -121,10 +121,7 @@ class HuggingFaceExport:
 
 
 def order_of(export: HuggingFaceExport) -> ExportOrder:
-    """Return what the agent must know of an export.
-
-    Raises ConfigError.
-    """
+    """Return what the agent must know of an export. Raises ConfigError."""
     try:
         packed = pickle.dumps(export)
     except Exception as error:
@@ -142,10 +139,7 @@ def order_of(export: HuggingFaceExport) -> ExportOrder:
 
 
 def export_of(request: bytes) -> HuggingFaceExport:
-    """Return what an order's request holds.
-
-    `request`: of an order that a process of this user has made.
-    """
+    """Return what an order's request holds, of a process of this user's."""
     paths, packed = pickle.loads(zlib.decompress(request))
     sys.path += [path for path in paths if path not in sys.path]
     found = pickle.loads(packed)

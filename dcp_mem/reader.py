@@ -29,7 +29,7 @@ from dcp_mem.comm.bridge.calls import (
 )
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log_once
-from dcp_mem.config import checkpoint_name
+from dcp_mem.config import Settings, checkpoint_name
 from dcp_mem.errors import (
     ConfigError,
     DcpMemError,
@@ -372,6 +372,18 @@ class MemoryStorageReader(StorageReader):
             self._report = load_opened(
                 load, opened, plan, planner, is_coordinator=self._is_coordinator
             )
+
+
+def reader_of(chosen: Settings, process_group: dist.ProcessGroup | None) -> MemoryStorageReader:
+    """Return a reader of the job that a writer's settings name."""
+    return MemoryStorageReader(
+        chosen.url,
+        memory_root=chosen.memory_root,
+        job=chosen.job,
+        storage_options=chosen.storage_options,
+        transport=chosen.transport,
+        process_group=process_group,
+    )
 
 
 def _no_metadata() -> Metadata:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing_extensions import Unpack
 
 from dcp_mem.comm.bridge.choice import Choice, install
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import before_pools_end
 from dcp_mem.config import is_checkpoint_name, root_url
 from dcp_mem.errors import ConfigError, DcpMemError, WaitTimeout
 from dcp_mem.operations.flush import flush_now
@@ -138,10 +138,7 @@ class Served:
 
 
 class _ServedRank:
-    """What a rank runs that a served program has started: the program's function, served.
-
-    `function`: of the program; called with the number of the process, and its arguments.
-    """
+    """What a rank runs that a served program has started: the program's function, served."""
 
     def __init__(
         self, function: Callable[..., Any], roots: Sequence[tuple[str, ServeOptions]]
@@ -301,5 +298,4 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
-# Before concurrent.futures ends its pools, in which asynchronous saves may be under way.
-getattr(threading, "_register_atexit", atexit.register)(_stop_at_exit)
+before_pools_end(_stop_at_exit)

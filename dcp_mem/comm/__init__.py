@@ -23,6 +23,7 @@ from dcp_mem.comm.collectives import Ranks, SingleRank
 from dcp_mem.comm.job_ranks import (
     held_store,
     known_ranks,
+    rank_in,
     ranks_of,
     refuse_missing_group,
     run_token,
@@ -34,6 +35,7 @@ __all__ = [
     "SingleRank",
     "held_store",
     "known_ranks",
+    "rank_in",
     "ranks_of",
     "refuse_missing_group",
     "run_token",

@@ -464,6 +464,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank_in(group: dist.ProcessGroup | None = None) -> int:
+    """Return this rank's number in a group, or among all; 0 without process groups."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
 def _leave_groups() -> None:
     for ranks in list(_ranks.values()):  # a thread may still begin a call
         ranks.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,11 @@ def in_parallel(
         finally:
             for future in under_way:
                 future.cancel()
+
+
+def before_pools_end(act: Callable[[], None]) -> None:
+    """Have a function called at the process's end, before `concurrent.futures` ends its pools."""
+    getattr(threading, "_register_atexit", atexit.register)(act)
 
 
 def in_daemons(

@@ -210,10 +210,7 @@ class Follower:
         return unseen(same, None, only_durable=self._lookout.only_durable)
 
     def _taken(self, load: LoadAttempt) -> FollowedCheckpoint | None:
-        """Load what is open, if a state dict is given; an older new one where it is damaged.
-
-        Returns None where all that is new is damaged, or storage has failed meanwhile.
-        """
+        """Load what is open, or an older new one where it is damaged; None if none is left."""
         if self._load_held is None:
             # What the loop body loads is this checkpoint, from any copy of it, or nothing.
             choice = load.tried[-1]
@@ -248,10 +245,7 @@ class Follower:
 
 
 def _is_passing(ranks: Ranks, error: Exception) -> bool:
-    """Tell whether an error that all ranks raise comes of a storage that doesn't answer just now.
-
-    Such a rank has its own error; the others know only that it has failed.
-    """
+    """Tell whether an error of all ranks comes of a storage that doesn't answer just now."""
     try:
         return ranks.all_reduce(isinstance(error, StorageUnavailable), operator.or_)
     except RankFailed:

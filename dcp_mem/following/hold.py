@@ -72,10 +72,7 @@ class HoldingReader(MemoryStorageReader):
         return LoadAttempt(request, self.watch)
 
     def hold(self, load: LoadAttempt, opened: OpenCheckpoint) -> None:
-        """Keep an open checkpoint, for the next load or until `close`.
-
-        Its files in this node's memory are linked, so that no save has to wait for this process.
-        """
+        """Keep an open checkpoint until `close`, by links to its files: no save waits for them."""
         self.close()
         self._load, self._opened = load, opened
         source = next((one for one in opened.sources if isinstance(one, MemorySource)), None)

@@ -66,13 +66,7 @@ class AcceleratorCheckpoints:
     def save(
         self, step: int, *, metrics: Mapping[str, Any] | None = None, force_persist: bool = False
     ) -> Saved:
-        """Save what is prepared and registered, if a save is due; see `CheckpointManager.save`.
-
-        Args:
-            step: The training step, 0 or more.
-            metrics: Figures by name to keep with the checkpoint; None for none.
-            force_persist: Whether the checkpoint goes to storage whatever the policy says.
-        """
+        """Save what is prepared and registered, if a save is due, as `CheckpointManager.save`."""
         self._random_numbers = None  # Training has gone on since the restore.
         state = {"app": self._untrained.noted(self._app())}
         return self.manager.save(step, state, metrics=metrics, force_persist=force_persist)
@@ -135,13 +129,7 @@ class AcceleratorCheckpoints:
     def close(
         self, flush: bool = True, *, progress: bool = True, persist_newest: bool = True
     ) -> None:
-        """Wait until storage has what it should have; see `CheckpointManager.close`.
-
-        Args:
-            flush: Whether to wait for the flush.
-            progress: Whether to show a bar while waiting.
-            persist_newest: Whether the newest checkpoint goes to storage as well.
-        """
+        """Wait until storage has what it should have, as `CheckpointManager.close` does."""
         self.manager.close(flush, progress=progress, persist_newest=persist_newest)
 
     def __enter__(self) -> AcceleratorCheckpoints:
@@ -178,10 +166,7 @@ class Untrained:
 
 
 def refuse_engines(accelerator: Accelerator) -> None:
-    """Raise ConfigError if models or optimizers aren't torch's own, or if FSDP1 is used.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError if models or optimizers aren't torch's own, or if FSDP1 is used."""
     kind = accelerator.distributed_type
     if kind in _ENGINES:
         raise ConfigError(

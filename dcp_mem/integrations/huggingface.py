@@ -323,10 +323,7 @@ def _retention(args: Any) -> LoopOptions:
 
 
 def _as_json(state: Any) -> str:
-    """Return a Trainer's state as the Trainer writes it.
-
-    Raises ConfigError.
-    """
+    """Return a Trainer's state as the Trainer writes it. Raises ConfigError."""
     fields = dataclasses.asdict(state)
     try:
         return json.dumps(fields)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dcp_mem.common.log import log
 from dcp_mem.common.values import State
 from dcp_mem.config import Settings
-from dcp_mem.errors import CheckpointInUse, CheckpointNotFound
+from dcp_mem.errors import CheckpointInUse
 from dcp_mem.operations import housekeeping
 from dcp_mem.runtime import states
 
@@ -86,25 +86,15 @@ class Removals:
 
     def _delete(self, name: str, *, may_be_newest: bool = False) -> str:
         """Delete the checkpoint from storage; return why it can't be deleted now, or ""."""
-        if self._settings.url is None:
-            return ""
-        if not may_be_newest and self._is_newest_durable(name):
+        known = states.status(self._settings) if not may_be_newest else ()
+        if name == next((one.name for one in known if one.state is State.DURABLE), None):
             self._newest.add(name)
             return ""
         try:
-            housekeeping.delete(
-                self._settings.url, name, storage_options=self._settings.storage_options
-            )
-        except CheckpointNotFound:
-            pass
+            housekeeping.delete_stored(self._settings, name)
         except CheckpointInUse as error:
             return str(error)
         return ""
-
-    def _is_newest_durable(self, name: str) -> bool:
-        """Return whether this is the newest checkpoint that this job has on storage."""
-        known = states.status(self._settings)
-        return name == next((one.name for one in known if one.state is State.DURABLE), None)
 
 
 class Ending:

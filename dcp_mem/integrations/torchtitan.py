@@ -168,10 +168,7 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _found(self, step: int) -> str | None:
-        """Return the checkpoint to load; None where there is none of ours.
-
-        Raises NoRecoverableCheckpoint.
-        """
+        """Return the checkpoint to load; None where there is none of ours."""
         plan = self.reader._elected(None if step == -1 else f"step-{step}")
         for choice in plan.choices:
             if _NAME.fullmatch(choice.name):
@@ -202,10 +199,7 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
 
 class _Optimizers:
-    """torchtitan's optimizers, where a checkpoint lacks what some parameters hadn't got yet.
-
-    The entries are called "state.<parameter>.<entry>" and "param_groups.<parameter>.<option>".
-    """
+    """torchtitan's optimizers, where a checkpoint lacks what some parameters hadn't got yet."""
 
     def __init__(self, optimizers: Any) -> None:
         self._optimizers = optimizers
@@ -225,10 +219,7 @@ class _Optimizers:
         self._optimizers.load_state_dict(state_dict)
 
     def _bear(self, lacking: Set[str], loaded: dict[str, Any]) -> None:
-        """Keep options that the checkpoint hasn't, and leave parameters without state so.
-
-        Raises ConfigError.
-        """
+        """Keep options that the checkpoint hasn't, and leave parameters without state so."""
         names = {
             name
             for optimizer in self._optimizers.optimizers

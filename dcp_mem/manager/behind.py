@@ -47,17 +47,14 @@ class Behind:
     def rejections(self) -> tuple[str, ...]:
         """Find what has been rejected behind training on this node since the last call."""
         session = open_session(self._settings)
-        held = [] if session is None else session.memory.checkpoints()
+        held = () if session is None else session.memory.checkpoints()
         new = [one for one in held if one.rejected and (one.name, one.rejected) not in self._said]
         self._said |= {(one.name, one.rejected) for one in new}
         return tuple(f"{one.name}: rejected: {one.rejected}" for one in new)
 
 
 def _failures(held: list[LocalCheckpoint]) -> Iterator[tuple[LocalCheckpoint, str]]:
-    """Yield the checkpoints whose flush or copies have failed, and why.
-
-    Copies that were never begun, or are fewer because there are fewer nodes, have not failed.
-    """
+    """Yield those whose flush or copies have failed, and why: fewer nodes are no failure."""
     for one in held:
         status, copies = status_of(one), one.replication
         error = copies.error if copies.outcome == Outcome.FAILED else ""

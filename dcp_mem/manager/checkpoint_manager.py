@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import Unpack
 
 from dcp_mem import functional
-from dcp_mem.comm import Ranks
+from dcp_mem.comm import Ranks, rank_in
 from dcp_mem.comm.agreement import attempt, described, leaving_on_error
 from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.comm.bridge.errors import cause_of
@@ -41,7 +41,7 @@ from dcp_mem.functional.stateful import Refusing
 from dcp_mem.manager import removal
 from dcp_mem.manager.behind import Behind
 from dcp_mem.manager.crash_loop import TIMES, CrashLoop
-from dcp_mem.manager.feed import Feed, rank_in
+from dcp_mem.manager.feed import Feed
 from dcp_mem.manager.options import DEFAULTS, ManagerOptions, OnError
 from dcp_mem.manager.pace import Pace
 from dcp_mem.manager.preemption import Preemption
@@ -51,7 +51,7 @@ from dcp_mem.operations.inventory import job_memory, list_checkpoints
 from dcp_mem.options import WriterOptions, of_kind, one_of, takes
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.frequency import Advice
-from dcp_mem.reader import MemoryStorageReader, RecoveryReport
+from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
 from dcp_mem.runtime.session import open_session
 from dcp_mem.saving.overlap import overlap_of
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
@@ -510,15 +510,7 @@ class CheckpointManager:
         return f"<{type(self).__name__} of {self._writer!r}>"
 
     def _reader(self) -> MemoryStorageReader:
-        chosen = self._writer.settings
-        return MemoryStorageReader(
-            chosen.url,
-            memory_root=chosen.memory_root,
-            job=chosen.job,
-            storage_options=chosen.storage_options,
-            transport=chosen.transport,
-            process_group=self._process_group,
-        )
+        return reader_of(self._writer.settings, self._process_group)
 
     @property
     def _purpose(self) -> Purpose:

@@ -16,8 +16,7 @@ from dcp_mem.manager.options import OnCrashLoop
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.options import one_of
 from dcp_mem.reader import RecoveryReport
-from dcp_mem.storage import Storage
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.routes import storage_of
 
 TIMES = 3
 """Resumes in a row from one checkpoint, without success, that make a crash loop."""
@@ -48,13 +47,8 @@ class CrashLoop:
         self._success: int | None = None  # the step from which on the resume has succeeded
 
     def known(self, rank: int) -> Resumes:
-        """Return what this rank knows of earlier resumes.
-
-        `rank`: of the job; rank 0 asks storage as well.
-        """
-        found = [self._in_memory()]
-        if rank == 0 and self._settings.url is not None:
-            found.append(self._on_storage())
+        """Return what this rank knows of earlier resumes; rank 0 asks storage as well."""
+        found = [self._in_memory(), self._on_storage() if rank == 0 else Resumes()]
         return max(found, key=lambda one: one.count)
 
     def resumed(self, report: RecoveryReport, step: int, rank: int) -> None:
@@ -85,12 +79,14 @@ class CrashLoop:
 
     def _on_storage(self) -> Resumes:
         try:
-            return Resumes.from_json(self._open_storage().get(names.job_file(RESUMES)))
+            storage = storage_of(self._settings)
+            if storage is not None:
+                return Resumes.from_json(storage.get(names.job_file(RESUMES)))
         except (StorageKeyMissing, ManifestInvalid):
-            return Resumes()
+            pass
         except DcpMemError as error:
             log.warning("how often the job has resumed can't be read: %s", error)
-            return Resumes()
+        return Resumes()
 
     def _put(self, resumes: Resumes) -> None:
         if job_memory(self._settings) is not None:
@@ -98,18 +94,16 @@ class CrashLoop:
                 files.write_atomically(self._path(), resumes.to_json())
             except (OSError, DcpMemError) as error:
                 log.warning("that the job has resumed can't be written down: %s", error)
-        if self._is_first_rank and self._settings.url is not None:
+        if self._is_first_rank:
             daemon(lambda: self._put_on_storage(resumes)).join(_STORAGE_TIMEOUT)
 
     def _put_on_storage(self, resumes: Resumes) -> None:
         try:
-            self._open_storage().put(names.job_file(RESUMES), resumes.to_json())
+            storage = storage_of(self._settings)
+            if storage is not None:
+                storage.put(names.job_file(RESUMES), resumes.to_json())
         except Exception as error:  # training goes on, whatever this may be
             log.warning("that the job has resumed can't be written down on storage: %s", error)
-
-    def _open_storage(self) -> Storage:
-        assert self._settings.url is not None
-        return open_storage(self._settings.url, self._settings.storage_options)
 
     def _path(self) -> str:
         return os.path.join(self._settings.memory_root, self._settings.job, RESUMES)

@@ -12,6 +12,7 @@ from queue import Full, Queue
 
 import torch.distributed as dist
 
+from dcp_mem.comm import rank_in
 from dcp_mem.common.log import log
 from dcp_mem.common.values import CheckpointStatus, State
 from dcp_mem.config import Settings
@@ -89,10 +90,7 @@ class Feed:
         )
 
     def close(self) -> None:
-        """Tell what has become known since the last save, and close the trackers.
-
-        Closing twice is fine.
-        """
+        """Tell what has become known since the last save, and close the trackers."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -223,11 +221,3 @@ def _copies(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], 
             detail=one.replication_error,
         )
         yield ("copies", outcome), event
-
-
-def rank_in(group: dist.ProcessGroup | None) -> int:
-    """Return this rank's number in a group; 0 without process groups.
-
-    `group`: None for the default group.
-    """
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0

@@ -32,10 +32,7 @@ class Pace:
         self._blocking: deque[float] = deque(maxlen=_MEASURED)
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a save is due.
-
-        Steps that went back, after a restore by hand, count from there.
-        """
+        """Tell whether a save is due; after a step that went back, steps count from there."""
         return self._last is None or not 0 <= step - self._last < self.pause
 
     def steps_until_next(self, step: int) -> int:

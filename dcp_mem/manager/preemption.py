@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import in_daemons
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import ConfigError
 from dcp_mem.memory.checkpoint import LocalCheckpoint
@@ -49,15 +50,13 @@ class Preemption:
     Meanwhile the main thread goes on, but for saves, which wait (`wait`). The handler itself waits
     for nothing: it may have interrupted code that holds what the flush needs, such as a lease, a
     lock of the logger, or one of the user's. Each rank acts by itself and waits for no other rank.
-
-    Raises ConfigError.
     """
 
     def __init__(
         self, writer: MemoryStorageWriter, signals: str | Sequence[str], deadline_seconds: float
     ) -> None:
         names = [signals] if isinstance(signals, str) else list(signals)
-        self._signals = [_signal(name) for name in names]
+        self.signals = [_signal(name) for name in names]
         if names and writer.settings.url is None:
             raise ConfigError("preemption=: there is no storage to go to; give a path")
         if not 0 < deadline_seconds < float("inf"):
@@ -65,26 +64,22 @@ class Preemption:
                 f"preemption_deadline={deadline_seconds!r}: give a number of seconds above 0"
             )
         self._writer, self._deadline = writer, deadline_seconds
-        self._before: dict[int, Handler] = {}
         self._seen: dict[int, str] = {}
-        self._settled: set[int] = set()  # signals that are flushed for, and not passed on yet
         self._listener: _SignalListener | None = None
 
     def install(self) -> None:
-        """Install the handlers, unless they are.
-
-        Raises ConfigError.
-        """
-        if self._listener is not None:
+        """Install the handlers, unless they are. Raises ConfigError."""
+        global _listener
+        if self._listener is not None or not self.signals:
             return
-        if self._signals and threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
                 "preemption=: make the manager in the main thread, where signals come"
             )
-        for number in self._signals:
-            self._before[number] = signal.signal(number, self._handle)
-        if self._signals:
-            self._listener = _SignalListener(self._on_signal)
+        if _listener is None or not _listener.is_own:
+            _listener = _SignalListener()
+        self._listener = _listener
+        self._listener.add(self)
 
     def uninstall(self) -> None:
         """Put back the handlers that were there before, except where others came since.
@@ -92,15 +87,9 @@ class Preemption:
         Signals that have come are settled first. A handler that others have taken over passes
         signals on to the one before it.
         """
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self.wait()
-        for number, before in list(self._before.items()):
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, before if before is not None else signal.SIG_DFL)
-                del self._before[number]
-        if self._listener is not None:
-            self._listener.close()
+        if threading.current_thread() is threading.main_thread() and self._listener is not None:
+            self.wait()
+            self._listener.remove(self)
             self._listener = None
 
     def wait(self) -> None:
@@ -108,45 +97,18 @@ class Preemption:
         if self._listener is not None and self._listener.is_own:
             self._listener.wait()
 
-    def _on_signal(self, number: int) -> None:
-        """Flush, in the thread; then pass the signal on."""
-        if number not in self._before or self._listener is None:
-            return
-        before = self._before[number]
+    def flush(self, number: int) -> None:
+        """Have the newest checkpoint flushed, and wait for that, in the listener's thread."""
         try:
             self._flush(number)
         except Exception:
             log.exception("the newest checkpoint may not be on storage")
-        if callable(before):
-            if signal.getsignal(number) == self._handle:  # else others have taken the signal
-                self._settled.add(number)
-                self._listener.raise_in_main_thread(number)
-        elif before != signal.SIG_IGN:
-            # Python's own `signal` may be called in the main thread alone. None: the default.
-            ctypes.CDLL(None).signal(number, None)
-            os.kill(os.getpid(), number)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on that is settled; any other is the thread's."""
-        before = self._before.get(number, signal.getsignal(number))
-        if self._listener is None or not self._listener.is_own:
-            # This is a forked child, which has nothing to flush.
-            if callable(before):
-                before(number, frame)
-            elif before != signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-        elif number not in self._settled:
-            self._listener.tell(number)
-        else:
-            self._settled.discard(number)
-            if callable(before):
-                before(number, frame)
 
     def _flush(self, number: int) -> None:
         started, name = time.monotonic(), signal.Signals(number).name
         memory = job_memory(self._writer.settings)
-        newest = _saved_together(memory)[:_NEWEST] if memory is not None else []
+        held = [] if memory is None else memory.checkpoints()
+        newest = [one for one in held if not one.manifest.scope][:_NEWEST]
         if memory is None or not newest:
             log.warning("%s: nothing is in memory that storage could get", name)
             return
@@ -172,16 +134,16 @@ class Preemption:
 
 
 class _SignalListener:
-    """A thread that learns of signals at once, however busy the main thread is.
+    """A process's thread that learns of signals at once, however busy the main thread is.
 
-    It is made and closed in the main thread.
-
-    `act`: called with the number of each signal that Python has a handler for; the handler is
-    called as well.
+    It is made and changed in the main thread. It ends with its last user.
     """
 
-    def __init__(self, act: Callable[[int], None]) -> None:
-        self._act, self._process = act, os.getpid()
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._users: list[Preemption] = []
+        self._before: dict[int, Handler] = {}
+        self._settled: set[int] = set()  # signals that are flushed for, and not passed on yet
         self._is_busy = False
         self._echoes: dict[int, float] = {}  # signals that this has raised, and when
         self._forked = 0.0
@@ -189,8 +151,29 @@ class _SignalListener:
         self._far.setblocking(False)
         self._other = -1
         self.resume()
-        _listeners.append(self)
         threading.Thread(target=self._listen, name="dcp_mem-signals", daemon=True).start()
+
+    def add(self, user: Preemption) -> None:
+        """Flush for this user, too, from now on."""
+        self._users.append(user)
+        for number in user.signals:
+            if number not in self._before:
+                self._before[number] = signal.signal(number, self._handle)
+
+    def remove(self, user: Preemption) -> None:
+        """Flush for this user no more, and put back the handlers that no other one needs."""
+        global _listener
+        self._users.remove(user)
+        for number, before in list(self._before.items()):
+            if not self._users_of(number) and signal.getsignal(number) == self._handle:
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+                del self._before[number]
+        if not self._users:
+            self._close()
+            _listener = None
+
+    def _users_of(self, number: int) -> list[Preemption]:
+        return [user for user in self._users if number in user.signals]
 
     @property
     def is_own(self) -> bool:
@@ -202,23 +185,51 @@ class _SignalListener:
         while self._is_acting():
             time.sleep(_PAUSE)
 
-    def tell(self, number: int) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on that is settled; any other is the thread's."""
+        before = self._before.get(number, signal.getsignal(number))
+        if not self.is_own or not self._users_of(number):
+            # This is a forked child, which has nothing to flush, or other handlers came since.
+            if callable(before):
+                before(number, frame)
+            elif before != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+        elif number not in self._settled:
+            self._tell(number)
+        else:
+            self._settled.discard(number)
+            if callable(before):
+                before(number, frame)
+
+    def _tell(self, number: int) -> None:
         """Have a signal acted on that this couldn't hear of; others are known already.
 
-        It came while this was paused, or another library has taken the wake-up descriptor. Called
-        in the main thread, by the handler that Python calls for each signal.
+        It came while this was paused, or another library has taken the wake-up descriptor.
         """
         was_paused = time.monotonic() - self._forked < _MISSED_SECONDS
-        is_deaf = self._wakeup_descriptor() not in _descriptors()
+        is_deaf = self._wakeup_descriptor() != self._far.fileno()
         if (was_paused or is_deaf) and not self._is_acting():
             self._far.send(bytes([number]))
 
-    def raise_in_main_thread(self, number: int) -> None:
-        """Have Python call the signal's handler now; it isn't acted on once more."""
-        self._echoes[number] = time.monotonic()
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, number)  # which ends a sleep of the main thread, too
+    def _act(self, number: int) -> None:
+        """Flush, in the thread; then pass the signal on."""
+        users = self._users_of(number)
+        if not users:
+            return
+        before = self._before[number]
+        in_daemons(lambda user: user.flush(number), users, name="dcp_mem-preemption")
+        if callable(before):
+            if signal.getsignal(number) == self._handle:  # else others have taken the signal
+                self._settled.add(number)
+                self._echoes[number] = time.monotonic()
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, number)  # which ends a sleep of the main thread, too
+        elif before != signal.SIG_IGN:
+            # Python's own `signal` may be called in the main thread alone. None: the default.
+            ctypes.CDLL(None).signal(number, None)
+            os.kill(os.getpid(), number)
 
     def _is_acting(self) -> bool:
         return self._is_busy or bool(select.select([self._near], [], [], 0)[0]) or self._is_busy
@@ -227,11 +238,6 @@ class _SignalListener:
         """Take over the wake-up descriptor; what it was before gets the signals passed on."""
         self._other = signal.set_wakeup_fd(self._far.fileno(), warn_on_full_buffer=False)
 
-    def resume_after_fork(self) -> None:
-        """Take over the wake-up descriptor, which was given back for a fork."""
-        self._forked = time.monotonic()
-        self.resume()
-
     def pause(self) -> None:
         """Give the wake-up descriptor back to whoever had it before."""
         current = signal.set_wakeup_fd(self._other)
@@ -239,15 +245,11 @@ class _SignalListener:
             with suppress(OSError, ValueError):  # it is closed
                 signal.set_wakeup_fd(current, warn_on_full_buffer=False)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Stop listening; who has taken the wake-up descriptor since may still give it back."""
-        _listeners.remove(self)
-        own, current = self._far.fileno(), self._wakeup_descriptor()
-        for later in _listeners:
-            if later._other == own:
-                later._other = self._other
+        current = self._wakeup_descriptor()
         self.pause()
-        if current in (-1, own, self._other) or current in _descriptors():
+        if current in (-1, self._far.fileno(), self._other):
             self._far.close()
 
     def _wakeup_descriptor(self) -> int:
@@ -287,55 +289,40 @@ class _SignalListener:
         return raised is not None and time.monotonic() - raised < _ECHO_SECONDS
 
 
-_listeners: list[_SignalListener] = []
+_listener: _SignalListener | None = None
 
 
-def _descriptors() -> set[int]:
-    return {one._far.fileno() for one in _listeners}
-
-
-def _pause_all() -> None:
+def _pause() -> None:
     """Stop listening while a child is forked: it shares the descriptor with this process."""
-    if threading.current_thread() is threading.main_thread():
-        for listener in reversed(_listeners):
-            listener.pause()
+    if _listener is not None and threading.current_thread() is threading.main_thread():
+        _listener.pause()
 
 
-def _resume_all() -> None:
-    if threading.current_thread() is threading.main_thread():
-        for listener in _listeners:
-            listener.resume_after_fork()
+def _resume() -> None:
+    if _listener is not None and threading.current_thread() is threading.main_thread():
+        _listener._forked = time.monotonic()
+        _listener.resume()
 
 
 def _ignore_signals_in_child() -> None:
-    if _listeners:
+    if _listener is not None:
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(
-    before=_pause_all, after_in_parent=_resume_all, after_in_child=_ignore_signals_in_child
-)
+os.register_at_fork(before=_pause, after_in_parent=_resume, after_in_child=_ignore_signals_in_child)
 
 
 def _promote(memory: JobMemory, checkpoints: Sequence[LocalCheckpoint]) -> bool:
     """Have checkpoints flushed that were to stay in memory; return whether there were any."""
-    lacking = [
-        one
-        for one in checkpoints
-        if one.flush.outcome != Outcome.DURABLE and not one.manifest.persist
-    ]
-    promoted = [one for one in lacking if memory.promote(one)]
-    return bool(promoted)
+    lacking = [one for one in checkpoints if one.flush.outcome != Outcome.DURABLE]
+    promoted = [memory.promote(one) for one in lacking if not one.manifest.persist]
+    return any(promoted)
 
 
 def _alternative(newest: Sequence[LocalCheckpoint], present: dict[str, LocalCheckpoint]) -> str:
     found = [present.get(one.manifest.save_id, one) for one in newest[1:]]
     durable = [one.name for one in found if one.flush.outcome == Outcome.DURABLE]
     return f"{durable[0]} is" if durable else "the agent goes on for as long as it lives"
-
-
-def _saved_together(memory: JobMemory) -> list[LocalCheckpoint]:
-    return [one for one in memory.checkpoints() if not one.manifest.scope]
 
 
 def _signal(name: object) -> signal.Signals:

@@ -31,7 +31,7 @@ def delete(settings: Settings, ranks: Ranks, name: str) -> None:
     """Delete a checkpoint everywhere. Raises CheckpointNotFound, RankFailed."""
 
     def from_storage(evicted: Sequence[bool]) -> bool:
-        return _delete_from_storage(settings, name) or any(evicted)
+        return housekeeping.delete_stored(settings, name) or any(evicted)
 
     from_memory = partial(_evict, settings, name)
     _on_all_ranks(settings, ranks, name, f"deleting {name}", from_memory, from_storage)
@@ -69,13 +69,3 @@ def _evict(settings: Settings, name: str) -> bool:
         if time.monotonic() > deadline:
             raise DcpMemError(f"{name}: {why_not}")
         time.sleep(_PAUSE)
-
-
-def _delete_from_storage(settings: Settings, name: str) -> bool:
-    if settings.url is None:
-        return False
-    try:
-        housekeeping.delete(settings.url, name, storage_options=settings.storage_options)
-    except CheckpointNotFound:
-        return False
-    return True

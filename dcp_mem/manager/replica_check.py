@@ -77,10 +77,7 @@ class ReplicaCheck:
         return self._saves % self._every == 0
 
     def begin(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
-        """Copy this turn's part of a state dict, and sum it up in the background.
-
-        Return the state dict, without stateful objects: they are asked for their states once.
-        """
+        """Sum up copies of this turn's part in the background; return the state without objects."""
         assert self._every is not None
         turn = self._saves // self._every % TURNS
         self._name, self._sums = name, {}

@@ -51,6 +51,11 @@ class Event:
         """Bytes per second; 0.0 if unknown."""
         return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
+    @property
+    def summary(self) -> str:
+        """What became of which checkpoint, and why if that isn't good, as a text."""
+        return f"{self.checkpoint}: {self.outcome}" + (f"; {self.detail}" if self.detail else "")
+
     def scalars(self) -> dict[str, float]:
         """Return all figures by names such as "save_seconds".
 

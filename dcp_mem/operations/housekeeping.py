@@ -116,6 +116,17 @@ def delete(
     return delete_checkpoint(storage, name)
 
 
+def delete_stored(settings: Settings, name: str) -> bool:
+    """Delete a checkpoint from a job's storage, as `delete`; return whether it was there."""
+    if settings.url is None:
+        return False
+    try:
+        delete(settings.url, name, storage_options=settings.storage_options)
+    except CheckpointNotFound:
+        return False
+    return True
+
+
 def evict(settings: Settings, name: str) -> tuple[int, str]:
     """Take a checkpoint out of this node's memory.
 

@@ -11,6 +11,7 @@ from dcp_mem.common.parallel import in_daemons
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, State
 from dcp_mem.config import Settings, is_checkpoint_name
 from dcp_mem.errors import CheckpointNotFound
+from dcp_mem.format import names
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.exports import read_exports
 from dcp_mem.memory.job import JobMemory, jobs_in, last_use
@@ -104,6 +105,17 @@ def find_one(
         if found:
             return _with_exports(settings, found[:1])[0]
     return find(list_checkpoints(settings, retry_policy=retry_policy), name, where)
+
+
+def counts(one: CheckpointStatus) -> bool:
+    """Return whether all ranks saved it, and nothing is known to keep it from being read."""
+    is_readable = MEMORY in one.places or not one.problem
+    return is_readable and one.scope == names.COLLECTIVE and not one.is_foreign
+
+
+def may_be_resumed_from(one: CheckpointStatus) -> bool:
+    """Return whether it counts, and nobody has rejected it: such a one is read by its name."""
+    return counts(one) and not one.rejected
 
 
 def list_jobs(memory_root: str) -> list[Job]:

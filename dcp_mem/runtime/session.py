@@ -6,7 +6,6 @@ every save. What is worth keeping lives here instead, once for each process, mem
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TypeVar
 
+from dcp_mem.common.parallel import before_pools_end
 from dcp_mem.config import Settings
 from dcp_mem.errors import DcpMemError
 from dcp_mem.memory.catalogs import Catalogs
@@ -312,5 +312,4 @@ def _drain_sessions() -> None:
             session.drain()
 
 
-# Before concurrent.futures ends its pools, which plain atexit functions come too late for.
-getattr(threading, "_register_atexit", atexit.register)(_drain_sessions)
+before_pools_end(_drain_sessions)

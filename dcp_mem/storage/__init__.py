@@ -5,7 +5,7 @@ in which order, and what counts as committed, is decided in `flushing`. This roo
 config and what lies below them. Read its modules in this order: this one (the interface), `routes`
 (which route serves a URL), `destination` (which URLs can take checkpoints at all), `retry`,
 `posix` with `posix_upload` and `posix_paths`, `fsspec_route`, `s3` with `s3_client`, `azure` with
-`azure_client` and `azure_reads`, `file_system` and `streams` (shared by routes), `translate`
+`azure_client`, `file_system` and `streams` (shared by routes), `translate`
 (errors), `listing` (what is committed), `leases` (who reads), `snapshot` (for those who look at
 many checkpoints).
 """
@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Protocol
 
-from dcp_mem.errors import DcpMemError, StorageRefused, StorageUnavailable
+from dcp_mem.errors import DcpMemError, StorageKeyMissing, StorageRefused, StorageUnavailable
 
 LEAST_PART = 16 << 20
 _COMFORTABLE_PART = 64 << 20
@@ -257,6 +257,14 @@ class Storage(StoredFiles, Protocol):
         """Free what unfinished uploads of a key take up; an object under the key stays."""
 
 
+def is_still(storage: StoredFiles, key: str, data: bytes) -> bool:
+    """Return whether an object is still these bytes; False where it is gone."""
+    try:
+        return storage.get(key) == data
+    except StorageKeyMissing:
+        return False
+
+
 def part_nbytes(nbytes: int) -> int:
     """Return the length of the parts of an object, in whole MiB.
 
@@ -274,10 +282,7 @@ def part_count(nbytes: int, of_part: int) -> int:
 
 
 def scatter(piece: bytes, start: int, buffers: Sequence[memoryview]) -> None:
-    """Copy bytes into buffers that stand for one range, cut up.
-
-    `buffers`: the range, in order.
-    """
+    """Copy bytes into buffers that stand for one range, cut up, in order."""
     for buffer in buffers:
         if start < len(buffer):
             count = min(len(buffer) - start, len(piece))

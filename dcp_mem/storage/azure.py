@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from time import time
 from typing import Any
 
@@ -16,15 +17,25 @@ from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix, BlobProperties
 
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused, StorageUnavailable
 from dcp_mem.format.checksums import checksum
-from dcp_mem.storage import Copies, Entry, Sending, Source, Unfinished, part_count, part_nbytes
+from dcp_mem.storage import (
+    Copies,
+    Entry,
+    Sending,
+    Source,
+    Unfinished,
+    part_count,
+    part_nbytes,
+    scatter,
+)
 from dcp_mem.storage.azure_client import Pieces, service_client, signed_for_copying
-from dcp_mem.storage.azure_reads import read_all, read_into
 from dcp_mem.storage.file_system import file_system_of
+from dcp_mem.storage.streams import fill
 from dcp_mem.storage.translate import Translator, says, status_of
 
 # MD5 costs 1.5 CPU-seconds per GB: manifests and metadata get it, parts don't: their own checksums
 # are verified when they are read.
 _PUT_AT_ONCE = 4 << 20
+_SERVED = re.compile(r"bytes (\d+)-(\d+)/")
 _CHANGED = ("ConditionNotMet", "BlobNotFound", "PathNotFound", "TargetConditionNotMet")
 _MOST_COPIED = 256 << 20
 """The longest blob that Azure copies while the client waits."""
@@ -35,10 +46,7 @@ _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 
 
 class AzureStorage:
-    """A container, or what is under a prefix in it, with adlfs's account and credentials.
-
-    Raises NotThisRoute.
-    """
+    """A container, or what is under a prefix in it, with adlfs's account and credentials."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
@@ -99,14 +107,14 @@ class AzureStorage:
 
     def get(self, key: str) -> bytes:
         with self._translator.errors(key):
-            return read_all(self._blob(key))
+            return _read_all(self._blob(key))
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
         if not any(map(len, buffers)):
             return 0
         with self._translator.errors(key):
             try:
-                return read_into(self._blob(key), offset, buffers)
+                return _read_into(self._blob(key), offset, buffers)
             except HttpResponseError as error:
                 if status_of(error) == 416:  # the object ends before `offset`
                     return 0
@@ -215,14 +223,11 @@ class AzureStorage:
         return True
 
     def _etag_of(self, key: str, data: bytes) -> str | None:
-        """Return the ETag of a blob; None where it isn't these bytes, or is gone.
-
-        The ETag is asked for first: it is that of the bytes, or the blob has changed since.
-        """
+        """Return the ETag of a blob; None where it isn't these bytes, or is gone."""
         try:
             with self._translator.errors(key):
                 etag = str(self._blob(key).get_blob_properties().etag)
-                return etag if read_all(self._blob(key)) == data else None
+                return etag if _read_all(self._blob(key)) == data else None
         except StorageKeyMissing:
             return None
 
@@ -374,10 +379,7 @@ class AzureUpload(Sending):
             raise StorageUnavailable(self._blob.url.partition("?")[0], why)
 
     def commit(self, **conditions: Any) -> None:
-        """Make the blob of the blocks.
-
-        Raises HttpResponseError.
-        """
+        """Make the blob of the blocks. Raises HttpResponseError."""
         # The latest of each id: after a commit whose answer was lost these are the committed ones.
         answer = self._blob.commit_block_list(
             [BlobBlock(self._put[number]) for number in sorted(self._put)], **conditions
@@ -422,3 +424,56 @@ def _modified(blob: BlobProperties) -> float:
 def _unchanged(etag: str) -> dict[str, Any]:
     """Return the arguments of a request that is refused where the blob is another one by now."""
     return {"etag": etag, "match_condition": MatchConditions.IfNotModified}
+
+
+def _read_all(blob: BlobClient) -> bytes:
+    """Return all bytes of the blob."""
+    operation = _operation(blob)
+    if operation is None:
+        return bytes(blob.download_blob().readall())
+    with _answer(operation) as answer:
+        return bytes(answer.raw.read())
+
+
+def _read_into(blob: BlobClient, offset: int, buffers: Sequence[memoryview]) -> int:
+    """Fill the buffers with the bytes from `offset` on; return how many there were."""
+    wanted = sum(map(len, buffers))
+    operation = _operation(blob)
+    if operation is None:
+        return _read_publicly(blob, offset, wanted, buffers)
+    with _answer(operation, range=f"bytes={offset}-{offset + wanted - 1}") as answer:
+        served = _SERVED.match(answer.headers.get("Content-Range", ""))
+        if served is None or int(served[1]) != offset:
+            got = answer.headers.get("Content-Range", "all")
+            raise OSError(f"asked for bytes from {offset} on, got {got}")
+        nbytes = min(wanted, int(served[2]) + 1 - offset)
+        count = fill(answer.raw, buffers, nbytes)
+        if count < nbytes:
+            raise OSError(f"the answer ended after {count} of {nbytes} bytes")
+        return count
+
+
+def _operation(blob: BlobClient) -> Any:
+    """Return what is below the SDK's public download, which copies what it reads, twice.
+
+    A later SDK may lack it.
+    """
+    return getattr(getattr(getattr(blob, "_client", None), "blob", None), "download", None)
+
+
+@contextmanager
+def _answer(operation: Any, **options: Any) -> Iterator[Any]:
+    """Open the answer of `requests`; its connection is used again if it is read to its end."""
+    answer = operation(cls=lambda response, *_: response, **options).http_response.internal_response
+    with closing(answer):
+        yield answer
+
+
+def _read_publicly(
+    blob: BlobClient, offset: int, wanted: int, buffers: Sequence[memoryview]
+) -> int:
+    done = 0
+    for piece in blob.download_blob(offset, wanted).chunks():
+        scatter(piece, done, buffers)
+        done += len(piece)
+    return done

@@ -77,11 +77,7 @@ def service_client(fs: Any) -> BlobServiceClient:
 
 
 def signed_for_copying(blob: BlobClient) -> dict[str, Any]:
-    """Return the arguments by which a request for a copy may read its source.
-
-    The source's own authorization isn't that of the request. A signature that is made for it is
-    good for reading this blob, and not for long.
-    """
+    """Return the arguments by which a request for a copy may read its source."""
     credential = blob.credential
     key = getattr(credential, "account_key", None)
     if key is not None:
@@ -101,10 +97,7 @@ def signed_for_copying(blob: BlobClient) -> dict[str, Any]:
 
 
 class _Session(Session):
-    """A session that looks up proxies and certificates once for each host.
-
-    Looked up for each request, they take a sixth of its CPU time.
-    """
+    """A session that looks up proxies and certificates once for each host: that saves CPU time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,10 +41,7 @@ _TRIAL_SECONDS = 1.0
 def refuse_unusable(
     url: str, storage_options: Mapping[str, Any], *, is_flushed_elsewhere: bool
 ) -> None:
-    """Make sure that checkpoints can be brought to a root, as far as that shows without asking it.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError where a URL alone says that checkpoints can't be brought there."""
     if url.startswith("/"):
         _refuse_read_only_file_system(url)
         return

@@ -10,12 +10,7 @@ _AUTHORITIES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
 
 
 def file_system_of(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the file system that fsspec finds for a URL, and the URL's path in it.
-
-    The instance isn't shared, and its listings aren't cached: a cached one goes stale.
-
-    `storage_options`: of the user; they count more than what is set here. Raises Exception.
-    """
+    """Return a URL's file system, for nobody else and without cached listings, and its path."""
     # Jobs on directories never need it, and it takes a tenth of the time to import dcp_mem.
     import fsspec.core
 
@@ -24,13 +19,7 @@ def file_system_of(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, s
 
 
 def trusted_authorities(*own_variables: str) -> str | None:
-    """Return the certificates that the environment trusts, where an SDK wouldn't look for them.
-
-    Each SDK looks at a few variables; users set any of them.
-
-    `own_variables`: those that the SDK looks at by itself: they come first. Returns a file; None
-    where the SDK finds out by itself.
-    """
+    """Return a file of certificates that the environment names and an SDK wouldn't look at."""
     if any(map(os.environ.get, own_variables)):
         return None
     named = [os.environ.get(variable, "") for variable in _AUTHORITIES]
@@ -38,9 +27,6 @@ def trusted_authorities(*own_variables: str) -> str | None:
 
 
 def refuse_missing_authorities(trusted: Any) -> None:
-    """Make sure that a file of certificates is there: SDKs take a missing one for a broken line.
-
-    Raises FileNotFoundError.
-    """
+    """Make sure that a file of certificates is there: SDKs take a missing one for a broken line."""
     if isinstance(trusted, str) and not os.path.exists(trusted):
         raise FileNotFoundError(f"the file of trusted certificates, {trusted}, is missing")

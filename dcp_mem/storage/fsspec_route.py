@@ -28,6 +28,7 @@ from dcp_mem.storage import (
     Sending,
     Source,
     Unfinished,
+    is_still,
     part_count,
     part_nbytes,
     scatter,
@@ -245,22 +246,16 @@ class FsspecStorage:
         return False  # fsspec has no call for them
 
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
-        if not self._is(key, old):
-            return False
-        self.put(key, new)
-        return True
+        is_unchanged = is_still(self, key, old)
+        if is_unchanged:
+            self.put(key, new)
+        return is_unchanged
 
     def remove(self, key: str, old: bytes) -> bool:
-        if not self._is(key, old):
-            return False
-        self.delete(key)
-        return True
-
-    def _is(self, key: str, data: bytes) -> bool:
-        try:
-            return self.get(key) == data
-        except StorageKeyMissing:
-            return False
+        is_unchanged = is_still(self, key, old)
+        if is_unchanged:
+            self.delete(key)
+        return is_unchanged
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
         return []  # fsspec has no call for them

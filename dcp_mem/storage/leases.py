@@ -41,10 +41,7 @@ class ReadLease:
 
 
 def read_lease(storage: Storage, name: str) -> ReadLease | None:
-    """Put a lease: this process reads a checkpoint from now on.
-
-    Returns None where the storage doesn't take it: this process may only be allowed to read.
-    """
+    """Put a lease: this process reads a checkpoint; None where the storage doesn't take it."""
     key = f"{_DIRECTORY}/reader-{uuid.uuid4().hex[:12]}-{name}.json"
     reader = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
     try:

@@ -70,10 +70,7 @@ class StoredCheckpoint:
 
 
 def checkpoint_names(storage: StoredFiles) -> list[str]:
-    """Return the names under the root that may be checkpoints.
-
-    Among them are links that lead a checkpoint out of the root: it can't be read, and that is said.
-    """
+    """Return the names that may be checkpoints, and links that lead one out of the root."""
     return [
         entry.name
         for entry in storage.ls("")
@@ -131,10 +128,7 @@ def _are_ours(files: Iterable[str]) -> bool:
 
 
 def committed_under(storage: StoredFiles, name: str) -> list[StoredCheckpoint]:
-    """Return what is committed under a name, or the name that a link there stands for.
-
-    Returns the checkpoint of all ranks, or one for each rank that saved alone.
-    """
+    """Return what all ranks, or some alone, have committed under a name, or a link's target."""
     directory = _Directory(storage, name_behind_link(storage.url, name))
     found = [match for match in map(_METADATA.fullmatch, directory.entries) if match is not None]
     scopes = [
@@ -157,12 +151,7 @@ def unreadable(name: str, error: OfOneFile, scope: str = names.COLLECTIVE) -> St
 
 
 def is_committed(storage: StoredFiles, key: str, nbytes: int, save_id: str) -> bool:
-    """Return whether a `.metadata` is that of a save: then it contains the save id.
-
-    The id mostly stands near the end; the whole file is read only where it doesn't.
-
-    Raises StorageKeyMissing.
-    """
+    """Return whether a `.metadata` is a save's: its id mostly stands near the end."""
     end = bytearray(min(nbytes, _END_OF_METADATA))
     storage.read_into(key, nbytes - len(end), [memoryview(end)])
     return save_id.encode() in end or save_id.encode() in storage.get(key)
@@ -195,11 +184,7 @@ def _rejected_in(files: Iterable[str]) -> list[str]:
 
 
 def get_parsed(storage: StoredFiles, key: str, parse: Callable[[bytes], T]) -> T:
-    """Return what `parse` makes of the bytes under a key; damaged ones are read once more.
-
-    `parse`: raises ManifestInvalid where the bytes are damaged. Raises ManifestInvalid,
-    StorageKeyMissing.
-    """
+    """Return what `parse` makes of the bytes under a key; damaged ones are read once more."""
     try:
         return parse(storage.get(key))
     except ManifestInvalid as error:

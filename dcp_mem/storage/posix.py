@@ -32,7 +32,7 @@ from dcp_mem.errors import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.storage import Entry, FileRefused, FileUnavailable, Source, Unfinished
+from dcp_mem.storage import Entry, FileRefused, FileUnavailable, Source, Unfinished, is_still
 from dcp_mem.storage.posix_paths import (
     DESCRIPTORS,
     SEARCHED,
@@ -139,10 +139,7 @@ class PosixStorage:
             sync_directory(os.path.dirname(path))
 
     def try_out(self) -> None:
-        """Make a file in the directory; where that is missing, a directory above. Neither stays.
-
-        The directory itself is its user's to make: it doesn't come and go meanwhile.
-        """
+        """Make a file in the directory; where that is missing, a directory above. Neither stays."""
         name = f"trial.{uuid.uuid4().hex[:8]}.tmp"  # as of a put, should it be left
         with self._translated(""):
             if os.path.isdir(self.url):
@@ -204,7 +201,7 @@ class PosixStorage:
             write_atomically(staged, new, sync=True, mode=MODE)
             try:
                 with self._locked():
-                    if not self._is(key, old):
+                    if not is_still(self, key, old):
                         return False
                     os.rename(staged, path)
             finally:
@@ -215,25 +212,16 @@ class PosixStorage:
     def remove(self, key: str, old: bytes) -> bool:
         with self._translated(key):
             with self._locked():
-                if not self._is(key, old):
+                if not is_still(self, key, old):
                     return False
                 with self._at(key) as path:
                     os.unlink(path)
             self._remove_parent_if_empty(key)
             return True
 
-    def _is(self, key: str, data: bytes) -> bool:
-        try:
-            return self.get(key) == data
-        except StorageKeyMissing:
-            return False
-
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep out all other processes that swap or remove under this root, on any host.
-
-        NFS clients take such a lock to the server. It ends with its process.
-        """
+        """Keep out all other processes that swap or remove under this root, on any host."""
         with self._at(_LOCK, make=True) as path:
             descriptor = _open_lock(path)
         try:

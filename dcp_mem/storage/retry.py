@@ -136,10 +136,7 @@ class _Requests:
         self._is_open = False
 
     def repeat(self, act: Callable[[], T]) -> T:
-        """Return what `act` returns, at once or in the end.
-
-        Raises what `act` raised last, and says how many requests have failed for how long.
-        """
+        """Return what `act` returns, at once or in the end; raise what it raised last."""
         retrying = Retrying(
             retry=retry_if_exception(_may_pass),
             wait=self._pause,

@@ -18,10 +18,7 @@ Route = Callable[[str, Mapping[str, Any]], Storage]
 def open_storage(
     url: str, storage_options: Mapping[str, Any], retry_policy: RetryPolicy = RETRIES
 ) -> RetryingStorage:
-    """Return the storage under a root URL or absolute path.
-
-    Raises StorageRefused, StorageUnavailable.
-    """
+    """Return the storage under a root URL or absolute path."""
     return RetryingStorage(_storage(url, _copied(storage_options)), retry_policy)
 
 

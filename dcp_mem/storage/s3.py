@@ -25,8 +25,8 @@ from dcp_mem.storage import (
     part_nbytes,
 )
 from dcp_mem.storage.file_system import file_system_of
-from dcp_mem.storage.s3_client import Body, S3Client
-from dcp_mem.storage.streams import fill
+from dcp_mem.storage.s3_client import S3Client
+from dcp_mem.storage.streams import Body, fill
 from dcp_mem.storage.translate import Translator, status_of
 
 _MAY_NOT_LIST = {403, 405, 501}
@@ -40,10 +40,7 @@ _CANT_COPY = {400, 403, 404, 405, 412, 416, 501}
 
 
 class S3Storage:
-    """A bucket, or a prefix in it, by botocore.
-
-    Raises NotThisRoute.
-    """
+    """A bucket, or a prefix in it, by botocore. Raises NotThisRoute."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
@@ -309,10 +306,7 @@ class _Original:
         return {"CopySource": {"Bucket": bucket, "Key": self.path}, **condition}
 
     def is_copied(self, number: int, crc32c: int, result: Mapping[str, Any]) -> bool:
-        """Return whether a copied part has the bytes that were stored.
-
-        By the CRC32C that the store has computed of the copy; where it tells none, by the ETag.
-        """
+        """Return whether a copied part is what was stored: by its CRC32C, else by the ETag."""
         if "ChecksumCRC32C" in result:
             return bool(result["ChecksumCRC32C"] == _base64(crc32c))
         is_known = number < len(self.parts) and self.parts[number] != ""
@@ -320,10 +314,7 @@ class _Original:
 
 
 class _S3Upload(Sending):
-    """What uploads to S3 have in common.
-
-    `source`: object with the same bytes, which may be copied; None for none.
-    """
+    """What uploads to S3 have in common; `source` has the same bytes, and may be copied."""
 
     in_order = False
     verifies_copies = True
@@ -511,10 +502,7 @@ class Multipart(_S3Upload):
         )
 
     def _must_be_finished(self, error: ClientError) -> None:
-        """Return if the upload is gone because it was finished; raise otherwise.
-
-        An earlier try, or another process, may have finished it: then the object is there.
-        """
+        """Return if the upload is gone because any process has finished it; raise otherwise."""
         if _code(error) != "NoSuchUpload":
             raise error
         try:

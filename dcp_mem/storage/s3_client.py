@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from botocore.config import Config
 from dcp_mem.common.releases import warn_if_untested
 from dcp_mem.storage import NotThisRoute
 from dcp_mem.storage.file_system import refuse_missing_authorities, trusted_authorities
+from dcp_mem.storage.streams import Body
 
 warn_if_untested("s3fs")
 
@@ -86,50 +86,6 @@ class S3Client:
         known = operation.input_shape.members
         extra = {name: value for name, value in self._extra.items() if name in known}
         return {**extra, **arguments, "Bucket": self.bucket}
-
-
-class Body(io.RawIOBase):
-    """Memory, as the file that botocore wants. `read` copies nothing.
-
-    `view`: the bytes to send; must stay unchanged until the request is answered.
-    """
-
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-        self._position = 0
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self.view)}[
-            whence
-        ] + offset
-        return self._position
-
-    def read(self, count: int | None = -1) -> memoryview:
-        stop = len(self.view) if count is None or count < 0 else self._position + count
-        piece = self.view[self._position : stop]
-        self._position += len(piece)
-        return piece
-
-    def readinto(self, buffer: Any) -> int:
-        """Copy into a buffer: botocore hashes that way where the AWS CRT is installed.
-
-        `buffer`: takes as many bytes as it has room for.
-        """
-        piece = self.read(len(buffer))
-        buffer[: len(piece)] = piece
-        return len(piece)
 
 
 class _Direct:

@@ -26,12 +26,7 @@ _SETTLED_SECONDS = 60.0
 
 
 class Snapshot:
-    """A storage whose listings are those of one moment, and whose small files are kept.
-
-    What can't be answered from there is asked of the storage.
-
-    `cache`: where small files are kept; None for nowhere.
-    """
+    """A storage whose listings are those of one moment, and whose small files may be kept."""
 
     def __init__(self, storage: Storage, cache: FileCache | None = None) -> None:
         self.url = storage.url
@@ -105,10 +100,7 @@ def _add_directory(found: dict[str, list[Entry]], directory: str) -> None:
 
 
 class FileCache:
-    """Small files in a private directory, by the identity of their bytes.
-
-    A file that can't be written or read is as good as none.
-    """
+    """Small files in a private directory, by their bytes' identity; an unreadable one is none."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -116,20 +108,14 @@ class FileCache:
         self._lock = threading.Lock()
 
     def get(self, identity: str) -> bytes | None:
-        """Return the bytes; None where they aren't kept.
-
-        `identity`: other for other bytes.
-        """
+        """Return the bytes; None where they aren't kept."""
         try:
             return read_bytes(self._path(identity))
         except OSError:
             return None
 
     def put(self, identity: str, data: bytes) -> None:
-        """Keep bytes.
-
-        `identity`: other for other bytes.
-        """
+        """Keep bytes."""
         with contextlib.suppress(OSError, DcpMemError):
             for directory in (os.path.dirname(self._directory), self._directory):
                 with contextlib.suppress(FileExistsError):
@@ -151,10 +137,7 @@ class FileCache:
 
 
 def cache_under(memory_root: str, url: str) -> FileCache | None:
-    """Return the cache of a job's storage under a memory root; None where there is no such root.
-
-    `memory_root`: its path; only one that is this user's own is used.
-    """
+    """Return the cache of a job's storage, if the memory root is this user's own."""
     try:
         facts = os.lstat(memory_root)
     except OSError:

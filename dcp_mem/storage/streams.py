@@ -1,8 +1,9 @@
-"""The bodies of HTTP answers, read straight into the memory where they belong."""
+"""Bytes in memory as files to send, and bodies of HTTP answers read to where they belong."""
 
 from __future__ import annotations
 
 import http.client
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +11,7 @@ _PIECE = 1 << 20
 
 
 def fill(stream: Any, buffers: Sequence[memoryview], nbytes: int) -> int:
-    """Fill buffers, one after the other, from a body.
-
-    The connection is free for the next request if the body was read to its end, and closed
-    otherwise.
-
-    Returns how many bytes there were.
-    """
+    """Fill buffers from a body; its connection is used again if it is read to its end."""
     readinto = _readinto(stream)
     done, is_at_end = 0, False
     try:
@@ -47,3 +42,41 @@ def _copied(stream: Any, buffer: memoryview) -> int:
     piece = stream.read(min(len(buffer), _PIECE))
     buffer[: len(piece)] = piece
     return len(piece)
+
+
+class Body(io.RawIOBase):
+    """Memory of others, as a file to read. `read` copies nothing; `view` must stay unchanged."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self._position = 0
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self.view)}[
+            whence
+        ] + offset
+        return self._position
+
+    def read(self, count: int | None = -1) -> memoryview:
+        stop = len(self.view) if count is None or count < 0 else self._position + count
+        piece = self.view[self._position : stop]
+        self._position += len(piece)
+        return piece
+
+    def readinto(self, buffer: Any) -> int:
+        """Copy into a buffer: botocore hashes that way where the AWS CRT is installed."""
+        piece = self.read(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)

@@ -128,10 +128,7 @@ class Translator:
 
     @contextmanager
     def errors(self, key: str | None = None) -> Iterator[None]:
-        """Translate what is raised inside.
-
-        `key`: what is missing where the storage says so; None: that is a refusal.
-        """
+        """Translate what is raised inside; where `key` is None, that it is missing is a refusal."""
         try:
             yield
         except DcpMemError:
@@ -140,10 +137,7 @@ class Translator:
             raise self.translated(error, key) from None
 
     def translated(self, error: Exception, key: str | None = None) -> DcpMemError:
-        """Return the error that stands for an SDK's.
-
-        `key`: what is missing where the storage says so; None: that is a refusal.
-        """
+        """Return the error that stands for an SDK's."""
         if says(error, *_NO_CONTAINER):
             return StorageRefused(self.url, _NO_CONTAINER_TEXT)
         if key is not None and self._is_missing(error):
@@ -180,11 +174,7 @@ class Translator:
 
 
 def says(error: BaseException | None, *words: str) -> bool:
-    """Return whether one of the words occurs in the error, or in one that led to it.
-
-    `error`: in None no word occurs. `words`: looked for in the error's text as they are, capitals
-    included.
-    """
+    """Return whether one of the words, as they are, occurs in the error or one that led to it."""
     while error is not None:
         if any(word in str(error) for word in words):
             return True
@@ -193,10 +183,7 @@ def says(error: BaseException | None, *words: str) -> bool:
 
 
 def status_of(error: BaseException | None) -> int:
-    """Return the HTTP status behind an error of botocore, azure-core or aiohttp; 0: none.
-
-    `error`: None counts as an error without a status.
-    """
+    """Return the HTTP status behind an error of botocore, azure-core or aiohttp; 0: none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -260,10 +247,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _secrets(value: Any, name: str = "") -> Iterator[str]:
-    """Yield every text in the options that may be a secret, as it is and as URLs have it.
-
-    Parts of connection strings and SAS tokens count as well.
-    """
+    """Yield every text in the options that may be a secret, as it is and as URLs have it."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if str(key) not in _HARMLESS:

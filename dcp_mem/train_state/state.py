@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from dcp_mem.comm import rank_in, world_size
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
 from dcp_mem.planning.entries import SavedEntry
@@ -84,7 +84,7 @@ class TrainState:
         Tensors of model, optimizers and extra are those in use, not copies. A fresh optimizer makes
         its state for this, and is fresh again afterwards.
         """
-        rank, world_size = _rank_and_world_size()
+        rank, size = rank_in(), world_size()
         with own_keys_given(self._model) as apart, self._optimizers.having_state() as is_fresh:
             model, found = self._optimizers.state_dicts()
         model.update(apart)
@@ -94,7 +94,7 @@ class TrainState:
         state: dict[str, Any] = {
             "model": model,
             "optimizer": self._optimizers.saved(found, is_fresh),
-            "world_size": world_size,
+            "world_size": size,
             "extra": {name: held for name, held in self._held.items() if held is not None},
             "values": {name: as_tuple(value) for name, (value, _) in values.items()},
         }
@@ -188,21 +188,22 @@ class TrainState:
 
     def _load_own(self, state_dict: dict[str, Any], role: tuple[Any, ...]) -> None:
         """Restore the dataloader and generators of this rank, where the checkpoint has them."""
-        (rank, world_size), before = _rank_and_world_size(), state_dict["world_size"]
+        rank, size = rank_in(), world_size()
+        before = state_dict["world_size"]
         missing, others = [], []
         own: dict[str, Any] = {}
         for kind in ["dataloader"] * (self._dataloader is not None) + ["rng"] * self._rng:
             saved = state_dict[kind].get(f"rank-{rank}")
-            if kind == "dataloader" and before != world_size:
+            if kind == "dataloader" and before != size:
                 if rank == 0:
                     log.warning(
                         "dataloaders aren't restored: %d ranks had saved theirs, and %d load",
                         before,
-                        world_size,
+                        size,
                     )
             elif saved is None:
                 missing.append(_KINDS[kind])
-            elif before == world_size and saved[0] != role:
+            elif before == size and saved[0] != role:
                 others.append(_KINDS[kind])
             else:
                 own[kind] = saved[1]
@@ -236,13 +237,6 @@ def _optimizers(
     if given is None:
         return []
     return [given] if isinstance(given, torch.optim.Optimizer) else list(given)
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    """Return this rank and the number of ranks."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def _state_of(value: Any) -> Any:

@@ -23,6 +23,7 @@ from dcp_mem import (
     SegmentCorrupt,
     every_n_saves,
 )
+from dcp_mem.cli.main import main as command
 from dcp_mem.integrations.nebula import run
 from tests.support.channels import PROBE_NBYTES, UsedChannel
 from tests.support.checkpoints.jobs import committed_in, wait_until
@@ -326,6 +327,17 @@ def test_one_checkpoint_is_flushed_by_its_tag(memory_root: Path, url: Path) -> N
     assert committed_in(url) == {"0", "2"}
     assert dcp_mem.integrations.nebula.flush_persistence("0")
     assert not dcp_mem.integrations.nebula.flush_persistence("nope")
+
+
+def test_a_rejected_checkpoint_is_loaded_by_its_tag_alone(memory_root: Path, url: Path) -> None:
+    _init(memory_root, url)
+    for number in (1, 2):
+        dcp_mem.integrations.nebula.Checkpoint(number).save("model", _tensors(number))
+    assert dcp_mem.integrations.nebula.flush_persistence()
+    with pytest.raises(SystemExit, match="0"):
+        command(["reject", str(url), "2", "--why", "nan", "--memory-root", str(memory_root)])
+    assert dcp_mem.integrations.nebula.get_latest_checkpoint().tag == "1"
+    assert _equal(dcp_mem.integrations.nebula.get_checkpoint(2).load("model"), _tensors(2))
 
 
 def test_a_run_that_is_shut_down_has_flushed_and_another_may_follow(

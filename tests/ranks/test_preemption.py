@@ -219,11 +219,11 @@ def _start_holding(root: Path, tmp_path: Path, hold: str, release: str) -> "subp
     # A handler of the user's that is called at once: what Python calls by then is known.
     after = _HOLDS.replace("{hold}", hold).replace("{release}", release)
     hit = (
-        "hit = []; import dcp_mem.manager.preemption as p; handle = p.Preemption._handle\n"
+        "hit = []; import dcp_mem.manager.preemption as p; handle = p._SignalListener._handle\n"
         "    def noting(self, number, frame):\n"
         "        hit.append(number)\n"
         "        handle(self, number, frame)\n"
-        "    p.Preemption._handle = noting"
+        "    p._SignalListener._handle = noting"
     )
     return _start(root, tmp_path, before=hit, after=after, deadline=20)
 

@@ -41,7 +41,8 @@ from dcp_mem import (
     StorageUnavailable,
 )
 from dcp_mem.format.checksums import checksum
-from dcp_mem.storage import LEAST_PART, Storage, azure_reads
+from dcp_mem.storage import LEAST_PART, Storage
+from dcp_mem.storage import azure as azure_route
 from dcp_mem.storage.azure import AzureStorage
 from dcp_mem.storage.fsspec_route import FsspecStorage
 from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
@@ -314,7 +315,7 @@ class TestWithoutTheOperationBeneath(StorageConformance):
 
     @pytest.fixture
     def opened(self, root: StorageRoot, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Storage]:
-        monkeypatch.setattr(azure_reads, "_operation", lambda _: None)
+        monkeypatch.setattr(azure_route, "_operation", lambda _: None)
         return lambda: AzureStorage(root.url, root.storage_options)
 
 

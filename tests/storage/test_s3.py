@@ -27,8 +27,7 @@ from dcp_mem.storage import LEAST_PART, Source, Upload
 from dcp_mem.storage.retry import RetryingStorage
 from dcp_mem.storage.routes import open_storage
 from dcp_mem.storage.s3 import S3Storage
-from dcp_mem.storage.s3_client import Body
-from dcp_mem.storage.streams import fill
+from dcp_mem.storage.streams import Body, fill
 from tests.support.storage.conformance import upload
 from tests.support.storage.fake_s3 import FakeS3, Request, running_fake_s3
 from tests.support.storage.servers import StorageRoot

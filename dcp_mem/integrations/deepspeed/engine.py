@@ -88,10 +88,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._loaded: nebula.Checkpoint | None = None
 
     def serve(self, engine: Any, shared_dir: str | os.PathLike[str] | None = None) -> None:
-        """Take the place of a DeepSpeed engine's checkpoint engine, and of its `load_checkpoint`.
-
-        Its `save_16bit_model` writes a file, as without this.
-        """
+        """Take the place of an engine's checkpoint engine, and of its `load_checkpoint`."""
         engine.checkpoint_engine = self
         engine.load_checkpoint = UniversalLoads(engine, self.tag_of, shared_dir).load_checkpoint
         engine.save_16bit_model = _saving_a_file(engine)
@@ -117,10 +114,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._checkpoint = nebula.Checkpoint(self.tag_of(save_dir, tag), ON_COMMIT)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Add a file to the checkpoint in memory, and put a placeholder at its path.
-
-        Raises ConfigError.
-        """
+        """Add a file to the checkpoint in memory, and put a placeholder at its path."""
         if self._checkpoint is None:
             raise ConfigError(
                 f"DeepSpeed saves {path} outside of a checkpoint: call save_checkpoint"

@@ -16,10 +16,7 @@ _LARGEST_BYTES = 4096
 
 
 def place(path: Path) -> None:
-    """Put a placeholder at a path.
-
-    `path`: the file's. The last part of its directory is the checkpoint's tag.
-    """
+    """Put a placeholder at a path; the last part of its directory is the checkpoint's tag."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_TEXT.format(tag=path.parent.name))
 

@@ -55,10 +55,7 @@ def saved_ranks(files: Sequence[str]) -> int:
 
 
 def unconvertible(files: Sequence[str]) -> list[str]:
-    """Return the files of states that ranks don't share by data parallelism alone.
-
-    They are those of experts, and of further tensor-parallel or pipeline ranks.
-    """
+    """Return the files of experts' states, and of further tensor-parallel or pipeline ranks."""
     states = [name for name in files if name.endswith("_states.pt")]
     return [name for name in states if not (_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name))]
 
@@ -143,10 +140,7 @@ class UniversalLoads:
 
     @contextmanager
     def _converted(self, found: str, files: Sequence[str], tag: str) -> Iterator[Path]:
-        """Yield a directory that has the checkpoint in its universal form, under DeepSpeed's tag.
-
-        Its own name is the checkpoint's, as some engines tell checkpoints by their directory.
-        """
+        """Yield a directory that has the checkpoint in universal form, under DeepSpeed's tag."""
         settings = current().settings
         place = _place(settings, self._shared_dir)
         is_maker = (dist.get_rank() if self._shared_dir else _local_rank()) == 0
@@ -220,10 +214,7 @@ def _place(settings: Settings, shared_dir: str | os.PathLike[str] | None) -> Pat
 
 
 def _convert(tag: str, files: Sequence[str], source: Path, target: Path) -> None:
-    """Write a checkpoint's files, and have DeepSpeed convert them.
-
-    Raises ConfigError.
-    """
+    """Write a checkpoint's files, and have DeepSpeed convert them. Raises ConfigError."""
     source.mkdir()
     target.mkdir(parents=True)
     arguments = ["--input_folder", str(source), "--output_folder", str(target)]

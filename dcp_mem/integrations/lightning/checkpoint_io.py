@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies.strategy import Strategy
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import Unpack
 
 from dcp_mem import functional
+from dcp_mem.comm import rank_in
 from dcp_mem.common.log import log
 from dcp_mem.common.values import State
 from dcp_mem.config import Settings, checked_metrics
@@ -42,7 +42,7 @@ from dcp_mem.integrations.removals import Ending, Removals
 from dcp_mem.operations.inventory import in_memory, job_memory
 from dcp_mem.options import WriterOptions
 from dcp_mem.planning.whole_checkpoint import WholePlanner
-from dcp_mem.reader import MemoryStorageReader, RecoveryReport
+from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
 from dcp_mem.runtime.states import status, status_of
 from dcp_mem.storage.listing import checkpoint_names
 from dcp_mem.storage.retry import RetryPolicy
@@ -207,7 +207,7 @@ class MemoryCheckpointIO(CheckpointIO):
             log.warning("%s isn't saved: what Lightning removes stays until a save succeeds", name)
             return
         self._taken.add(name)
-        if is_local(path) and self._is_first():
+        if is_local(path) and rank_in() == 0:
             # `ModelCheckpoint` looks for the directory to find out that there is such a checkpoint.
             # A file that Lightning itself wrote there will do as well.
             if is_link(path):
@@ -233,13 +233,7 @@ class MemoryCheckpointIO(CheckpointIO):
         """
         self._ending.begin()
         restricted = self._weights_only if weights_only is None else weights_only
-        with MemoryStorageReader(
-            self.settings.url,
-            memory_root=self.settings.memory_root,
-            job=self.settings.job,
-            storage_options=self.settings.storage_options,
-            transport=self.settings.transport,
-        ) as reader:
+        with reader_of(self.settings, None) as reader:
             name, is_newest = name_of(target_of(path), self.settings.url), False
             if os.fspath(path) == NEWEST:
                 name, is_newest = _newest(reader)
@@ -332,9 +326,6 @@ class MemoryCheckpointIO(CheckpointIO):
                 self.writer._saver.wake_agent()
                 woken = time.monotonic()
             time.sleep(_PAUSE)
-
-    def _is_first(self) -> bool:
-        return not dist.is_initialized() or dist.get_rank() == 0
 
 
 class _TakenNames:

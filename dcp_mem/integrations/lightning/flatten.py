@@ -49,10 +49,7 @@ def split(checkpoint: Mapping[str, Any], wanted: Wanted = lambda path: True) -> 
 def entries_of(
     rest: Mapping[str, Any], paths: Sequence[Path], optimizers: Sequence[Any] | None
 ) -> dict[str, Any]:
-    """Return the entries of a state dict besides the tensors.
-
-    `optimizers`: None where weights alone are saved.
-    """
+    """Return the entries besides the tensors; without optimizers, weights alone are saved."""
     # A tuple is one item for DCP, whatever is in it.
     state: dict[str, Any] = {REST: (rest, list(paths))}
     return state if optimizers is None else state | {OPTIMIZERS: (len(optimizers),)}

@@ -205,10 +205,7 @@ class MemoryModelParallelStrategy(_Sharded, ModelParallelStrategy):
 
 
 class _ShardedOptimizer:
-    """Loads an optimizer's state by the names of its parameters, and all options of its groups.
-
-    The optimizer is fresh. `with_state` has the names of parameters whose state the checkpoint has.
-    """
+    """Loads a fresh optimizer's state by the names of its parameters, and its groups' options."""
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, with_state: Collection[str]

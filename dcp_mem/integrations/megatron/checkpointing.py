@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -29,6 +27,7 @@ from typing_extensions import Unpack
 from dcp_mem.comm.agreement import attempt, on_rank_0
 from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import before_pools_end
 from dcp_mem.config import root_url
 from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
 from dcp_mem.integrations.megatron.common import (
@@ -49,7 +48,7 @@ from dcp_mem.integrations.megatron.strategies import (
     not_found,
 )
 from dcp_mem.options import WriterOptions
-from dcp_mem.reader import MemoryStorageReader, RecoveryReport
+from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
 from dcp_mem.writer import MemoryStorageWriter
 
 T = TypeVar("T")
@@ -317,15 +316,7 @@ class MemoryCheckpointing:
     def _reader(
         self, root: str, process_group: dist.ProcessGroup | None = None
     ) -> MemoryStorageReader:
-        chosen = self.writer(root).settings
-        return MemoryStorageReader(
-            chosen.url,
-            memory_root=chosen.memory_root,
-            job=chosen.job,
-            storage_options=chosen.storage_options,
-            transport=chosen.transport,
-            process_group=process_group,
-        )
+        return reader_of(self.writer(root).settings, process_group)
 
     def _load_common(
         self, reader: MemoryStorageReader, root: str, checkpoint_dir: Directory
@@ -415,4 +406,4 @@ def _promote_newest_at_exit() -> None:
 
 
 # Before sessions let their flush threads finish: what is registered last is called first.
-getattr(threading, "_register_atexit", atexit.register)(_promote_newest_at_exit)
+before_pools_end(_promote_newest_at_exit)

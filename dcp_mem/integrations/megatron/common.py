@@ -53,10 +53,7 @@ UNKNOWN_OBJECTS = frozenset({COMMON} if COMMON_IS_SHARDED else {COMMON, MEGATRON
 
 
 def common_object(directory: str | os.PathLike[str]) -> ShardedObject | None:
-    """Return a directory's `common.pt` as an object that Megatron's loader ignores.
-
-    `directory`: where Megatron has written `common.pt`; None is returned if it hasn't.
-    """
+    """Return a directory's `common.pt`, if it is there, as an object that Megatron ignores."""
     try:
         data = bytearray(Path(directory, COMMON_STATE_FNAME).read_bytes())
     except FileNotFoundError:
@@ -117,10 +114,7 @@ class _AsSaved(LocalLoadPlanner):
 
 
 def load_common(reader: MemoryStorageReader, name: str) -> Common | None:
-    """Load the common state of a checkpoint on all ranks; None if it has none.
-
-    Raises CheckpointNotFound, DcpMemError.
-    """
+    """Load the common state of a checkpoint on all ranks; None if it has none."""
     found: dict[str, Any] = {COMMON: None, MEGATRONS_COMMON: None}
     functional.load_or_raise_cause(
         found,
@@ -144,10 +138,7 @@ def load_common(reader: MemoryStorageReader, name: str) -> Common | None:
 
 @contextmanager
 def stand_in(name: str, common: Common) -> Iterator[str]:
-    """Make a temporary directory of that name, with the files that Megatron's loading looks for.
-
-    Raises DcpMemError.
-    """
+    """Make a temporary directory of that name, with the files that Megatron's loading looks for."""
     with tempfile.TemporaryDirectory(prefix="dcp_mem-megatron-") as parent:
         directory = make_directory(parent, name)
         if common.is_sharded and COMMON_IS_SHARDED:
@@ -179,10 +170,7 @@ def make_directory(parent: str, name: str) -> str:
 
 
 def files_beside(stand_in: str, common: Common | None = None) -> dict[str, bytes | None]:
-    """Return the two files that Megatron's own tools look for in a checkpoint's directory.
-
-    `stand_in`: directory that Megatron has saved to, or that stands in for a load.
-    """
+    """Return the two files that Megatron's own tools look for in a checkpoint's directory."""
     common_file = Path(stand_in, COMMON_STATE_FNAME)
     saved = common_file.read_bytes() if common_file.exists() else None
     return {

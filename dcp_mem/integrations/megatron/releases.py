@@ -33,10 +33,7 @@ RANGE = "megatron-core>={},<{}".format(*TESTED["megatron-core"])
 
 @contextmanager
 def telling_the_release() -> Iterator[None]:
-    """Name the release in an ImportError of the block, where it isn't one that the tests ran with.
-
-    Raises ImportError.
-    """
+    """Name the release in an ImportError of the block, if the tests didn't run with it."""
     try:
         yield
     except ImportError as error:
@@ -63,10 +60,7 @@ MEGATRONS_COMMON: str = ShardedObject("common_state", None, (1,), (0,)).unique_k
 
 
 def check_release() -> None:
-    """Refuse a megatron-core that can't work.
-
-    Raises ConfigError.
-    """
+    """Refuse a megatron-core that can't work. Raises ConfigError."""
     if RELEASE < OLDEST:
         raise ConfigError(
             f"megatron-core {megatron.core.__version__} is too old: dcp_mem works with {RANGE}"
@@ -74,10 +68,7 @@ def check_release() -> None:
 
 
 def load_arguments(*args: Any, **options: Any) -> dict[str, Any]:
-    """Return the arguments of `dist_checkpointing.load` by name.
-
-    Raises TypeError.
-    """
+    """Return the arguments of `dist_checkpointing.load` by name. Raises TypeError."""
     return inspect.signature(dist_checkpointing.load).bind(*args, **options).arguments
 
 
@@ -99,10 +90,7 @@ def done_request(async_strategy: str) -> AsyncRequest:
 
 
 def load_planner(strategy: TorchDistLoadShardedStrategy, **options: Any) -> MCoreLoadPlanner:
-    """Return a planner for a load strategy.
-
-    `strategy`: which may say that FP8 tensors become others one by one.
-    """
+    """Return a planner for a load strategy, which may say that FP8 tensors become others."""
     if hasattr(strategy, "stream_ckpt_dequant"):
         options["stream_ckpt_dequant"] = strategy.stream_ckpt_dequant
     return MCoreLoadPlanner(**options)

@@ -67,10 +67,7 @@ def not_found(error: CheckpointNotFound, checkpoint_dir: Directory) -> MegatronC
 
 @contextmanager
 def not_found_as_megatrons(checkpoint_dir: Directory) -> Iterator[None]:
-    """Raise a CheckpointNotFound of the block as one that is a CheckpointingException, too.
-
-    Raises MegatronCheckpointNotFound.
-    """
+    """Raise a CheckpointNotFound of the block as one that is a CheckpointingException, too."""
     try:
         yield
     except MegatronCheckpointNotFound:

@@ -12,7 +12,7 @@ this order:
     completion   when a checkpoint is complete, alone and with several ranks
     peers        reading from other nodes' memory
     local_files  files of checkpoints, for whoever opens them by path
-    lightning, deepspeed   Nebula's classes for Lightning, on the `packages` that there are
+    lightning, deepspeed   Nebula's classes for Lightning
 """
 
 from __future__ import annotations

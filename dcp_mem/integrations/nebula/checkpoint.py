@@ -17,11 +17,10 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
 from dcp_mem.config import Settings, checkpoint_name
 from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
-from dcp_mem.format import names
 from dcp_mem.integrations.nebula.completion import EACH_FILE, ON_COMMIT
 from dcp_mem.integrations.nebula.local_files import local_file
 from dcp_mem.integrations.nebula.peers import Peers
-from dcp_mem.integrations.nebula.run import Run, current, join, run_elsewhere, run_for
+from dcp_mem.integrations.nebula.run import Run, current, join, run_for
 from dcp_mem.operations import inventory
 from dcp_mem.operations.contents import contents_of
 from dcp_mem.operations.flush import promote
@@ -29,9 +28,7 @@ from dcp_mem.operations.streams import open_stream
 from dcp_mem.saving.streams import NothingNew, name_of_rank
 from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.routes import storage_of
-
-_saved_alone: dict[str, str | None] = {}
-"""The root of each checkpoint that this process has saved by `save_alone`, by tag."""
+from dcp_mem.storage.streams import Body
 
 
 class Checkpoint:
@@ -106,8 +103,8 @@ class Checkpoint:
         tag = self._name_in(run)
         run.completing.save(
             tag,
-            _file_name(name),
-            partial(_pickle, obj),
+            file_name(name),
+            partial(write_pickled, obj),
             self._num_of_files,
             is_complete=self._is_complete_in(run, tag),
         )
@@ -126,7 +123,7 @@ class Checkpoint:
         except ConfigError:
             raise
         except NothingNew:
-            if run.completing.times_completed(tag) or _find(run, tag, None) is not None:
+            if run.completing.times_completed[tag] or _find(run, tag, None) is not None:
                 return True
             log.error("%s is not complete: nothing was saved", tag)
             return False
@@ -143,8 +140,8 @@ class Checkpoint:
     def _is_complete_in(self, run: Run, tag: str) -> bool:
         """Return whether this checkpoint, and not an earlier one of its tag, is complete."""
         if self._times_completed is None:
-            self._times_completed = run.completing.times_completed(tag)
-        return run.completing.times_completed(tag) > self._times_completed
+            self._times_completed = run.completing.times_completed[tag]
+        return run.completing.times_completed[tag] > self._times_completed
 
     def load(self, name: str, map_location: Any = None, *, weights_only: bool = False) -> Any:
         """Load an object of this checkpoint, from this node's memory, other nodes' or storage.
@@ -173,7 +170,7 @@ class Checkpoint:
             CheckpointNotFound: There is no such checkpoint.
         """
         with self._opened(name) as (_, data):
-            yield io.BufferedReader(_View(data))
+            yield io.BufferedReader(Body(data))  # type: ignore[type-var]
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[str, memoryview]]:
@@ -189,7 +186,7 @@ class Checkpoint:
         chosen, picked = run.settings_for(self._path), [""]
 
         def pick(files: Sequence[str]) -> str | None:
-            item = _pick(_file_name(name), files)
+            item = _pick(file_name(name), files)
             picked[0] = item or ""
             return item
 
@@ -202,45 +199,6 @@ class Checkpoint:
         if self._run is None:
             self._run = current()
         return self._run
-
-
-def save_alone(
-    tag: str,
-    name: str,
-    obj: Any,
-    is_best: bool = False,
-    persist_path: str | os.PathLike[str] | None = None,
-) -> None:
-    """Save a checkpoint of one file, which this rank completes alone.
-
-    `persist_path`: the root of another job than the one that `init` has set.
-    """
-    run = run_elsewhere(persist_path)
-    _saved_alone[tag] = run.settings.url
-    full_name, write = checkpoint_name(run.settings.url, tag), partial(_pickle, obj)
-    run.removals.wait_for(full_name)
-    if is_best:
-        run.writer.annotate_next_save(persist=True, metrics={"is_best": 1.0})
-    try:
-        run.alone.save(full_name, _file_name(name), write, EACH_FILE)
-    except BaseException:
-        run.writer.annotate_next_save()  # what was said is of this save
-        raise
-
-
-def saved_alone(tag: str) -> str | None:
-    """Return the root under which this process has saved a checkpoint by `save_alone`.
-
-    Returns None for the run's own root, and where this process has saved none of that tag.
-    """
-    url = _saved_alone.get(tag)
-    return None if url == current().settings.url else url
-
-
-def remove_alone(tag: str) -> None:
-    """Begin to remove a checkpoint from this node's memory and storage; see `Removals.begin`."""
-    run = run_elsewhere(saved_alone(tag))
-    run.removals.begin(checkpoint_name(run.settings.url, tag), from_storage=True)
 
 
 def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
@@ -256,7 +214,7 @@ def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list
     run = run_for(persist_path)
     chosen = run.settings_for(persist_path)
     newest: dict[str, CheckpointStatus] = {}  # storage may still have an older save of a tag
-    for one in filter(_counts, inventory.list_checkpoints(chosen)):
+    for one in filter(inventory.counts, inventory.list_checkpoints(chosen)):
         newest.setdefault(one.name, one)
     return [
         {
@@ -413,16 +371,14 @@ def _find(
         found = [one for one in found if one.name == name]
         if storage is not None:
             found = inventory.merged(found, inventory.stored(committed_under(storage, name)))
-    return next((one for one in found if _counts(one)), None)
+    will_do = inventory.counts if tag else inventory.may_be_resumed_from
+    return next(filter(will_do, found), None)
 
 
 def _in_memory(
     chosen: Settings, surveyed: Mapping[str, CheckpointStatus | None]
 ) -> list[CheckpointStatus]:
-    """Return the checkpoints that can be read from the nodes' memory.
-
-    Those of this run are in this node's memory; earlier ones count if the nodes have all segments.
-    """
+    """Return what nodes have: this node its run's, all of them together all of earlier ones."""
     own = [one for one in inventory.in_memory(chosen) if one.save_id not in surveyed]
     return [*own, *(one for one in surveyed.values() if one is not None)]
 
@@ -432,12 +388,6 @@ def _peers(run: Run, chosen: Settings) -> Peers | None:
     if chosen is not run.settings or not (dist.is_available() and dist.is_initialized()):
         return None
     return run.completing.peers
-
-
-def _counts(one: CheckpointStatus) -> bool:
-    """Return whether all ranks saved it, and nothing is known to keep it from being loaded."""
-    is_readable = MEMORY in one.places or not (one.problem or one.rejected)
-    return is_readable and one.scope == names.COLLECTIVE and not one.is_foreign
 
 
 def _pick(name: str, files: Sequence[str]) -> str | None:
@@ -470,43 +420,11 @@ def _text(tag: object) -> str:
     return "" if tag is None else str(tag)
 
 
-def _file_name(name: object) -> str:
+def file_name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"name={name!r}: give the file a name, such as 'model'")
     return name
 
 
-def _pickle(obj: Any, file: IO[bytes]) -> None:
+def write_pickled(obj: Any, file: IO[bytes]) -> None:
     torch.save(obj, file)
-
-
-class _View(io.RawIOBase):
-    """Reads from memory that is owned elsewhere."""
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data, self._place = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), len(self._data) - self._place))
-        view[:count] = self._data[self._place : self._place + count]
-        self._place += count
-        return count
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = max(
-            0,
-            offset
-            + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: len(self._data)}[whence],
-        )
-        return self._place
-
-    def tell(self) -> int:
-        return self._place

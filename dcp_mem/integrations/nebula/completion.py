@@ -7,7 +7,6 @@ in that save, beside training, in the order of the notices.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import threading
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from dcp_mem.comm.notices import Notices
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import before_pools_end
 from dcp_mem.config import exchange_timeout
 from dcp_mem.errors import DcpMemError, WaitTimeout
 from dcp_mem.format import names
@@ -53,27 +53,41 @@ class Due(Enum):
     FURTHER = "further"
 
 
-class _Files:
-    """This rank's files of checkpoints, by tag."""
+class Completion:
+    """Takes files of checkpoints that aren't complete yet, and completes them, without ranks."""
 
-    def __init__(self, writer: MemoryStorageWriter, rank: int, *, is_alone: bool) -> None:
+    peers: Peers | None = None
+
+    def __init__(
+        self, writer: MemoryStorageWriter, rank: int = 0, *, is_alone: bool = True
+    ) -> None:
         self._writer, self._rank, self._is_alone = writer, rank, is_alone
         self._guard = threading.Lock()
-        self._waiting: dict[str, Streams] = {}
-        self._added: dict[str, Streams] = {}  # these complete their checkpoint at once
+        self._waiting_files: dict[str, Streams] = {}
+        self._added_files: dict[str, Streams] = {}  # these complete their checkpoint at once
         self._kept: set[str] = set()  # complete checkpoints that waiting files are to add to
-        self._complete: dict[str, tuple[str, dict[str, Extent]]] = {}
+        self._known: dict[str, tuple[str, dict[str, Extent]]] = {}  # of complete checkpoints
+        self._counts: Counter[str] = Counter()
         self.times_completed: Counter[str] = Counter()
 
-    def add(
+    def new_tag(self) -> str:
+        """Return a tag that no checkpoint has; the n-th call returns the same on all ranks."""
+        return f"checkpoint-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+
+    def save(
         self,
         tag: str,
         name: str,
         write: Callable[[IO[bytes]], None],
         num_of_files: int,
-        is_complete: bool,
-    ) -> Due:
-        """Write a file; return what completes its checkpoint."""
+        *,
+        is_complete: bool = False,
+    ) -> None:
+        """Save a file, and complete its checkpoint if that is due.
+
+        `num_of_files`: as in `Checkpoint`. `is_complete`: whether the checkpoint is complete
+        already, so that the file is a further one. Raises DcpMemError.
+        """
         with self._guard:
             due = self._due(tag, name, num_of_files, is_complete)
             if due is Due.WAITING:
@@ -82,7 +96,32 @@ class _Files:
             if tag not in streams:
                 streams[tag] = self._writer._saver.new_streams()
             streams[tag].add(name, write)
-            return due
+        if due is not Due.WAITING:
+            self._complete_with_added(tag, due)
+        elif num_of_files != ON_COMMIT:
+            self._count_file(tag, num_of_files, is_complete)
+
+    def commit(self, tag: str, *, is_complete: bool = False) -> None:
+        """Complete a checkpoint; return once it is complete on all ranks.
+
+        `is_complete`: whether it is complete already, so that what it has stays in it. Raises
+        NothingNew where no rank has saved anything since, DcpMemError.
+        """
+        self._counts.pop(tag, None)
+        with self._guard:
+            self._keep(tag, is_complete)
+        self._complete(tag, Due.WAITING)
+
+    def close(self) -> None:
+        """Take part in what is due by now, then stop."""
+
+    def _complete_with_added(self, tag: str, due: Due) -> None:
+        self._complete(tag, due)
+
+    def _count_file(self, tag: str, num_of_files: int, is_complete: bool) -> None:
+        self._counts[tag] += 1
+        if self._counts[tag] >= num_of_files:
+            self.commit(tag, is_complete=is_complete)
 
     def _due(self, tag: str, name: str, num_of_files: int, is_complete: bool) -> Due:
         """Tell a further file of a complete checkpoint from one that is saved anew.
@@ -92,21 +131,17 @@ class _Files:
         """
         if num_of_files == EACH_FILE:
             return Due.FURTHER if is_complete else Due.FILE
-        is_further = is_complete and name not in self._complete.get(tag, ("", {}))[1]
+        is_further = is_complete and name not in self._known.get(tag, ("", {}))[1]
         return Due.FURTHER if is_further and num_of_files > 0 else Due.WAITING
 
     def _streams_for(self, due: Due) -> dict[str, Streams]:
-        return self._waiting if due is Due.WAITING else self._added
-
-    def keep(self, tag: str, is_kept: bool) -> None:
-        """Set whether files that are waiting add to the complete checkpoint of their tag."""
-        with self._guard:
-            self._keep(tag, is_kept)
+        return self._waiting_files if due is Due.WAITING else self._added_files
 
     def _keep(self, tag: str, is_kept: bool) -> None:
+        """Set whether files that are waiting add to the complete checkpoint of their tag."""
         self._kept = self._kept | {tag} if is_kept else self._kept - {tag}
 
-    def complete(self, tag: str, due: Due) -> None:
+    def _complete(self, tag: str, due: Due) -> None:
         """Complete a checkpoint together with all ranks; errors are raised on all of them."""
         extents: dict[str, Extent] = {}
         new = self._streams_for(due)
@@ -131,14 +166,14 @@ class _Files:
                 raise DcpMemError(f"{tag} is skipped: memory was full")
             file = names.segment_file(self._rank, manifest.save_id)
             chosen = self._writer.settings
-            self._complete.pop(tag, None)  # it becomes the newest
-            self._complete[tag] = os.path.join(chosen.memory_root, chosen.job, tag, file), extents
-            while len(self._complete) > _MOST_KNOWN:
-                self._complete.pop(next(iter(self._complete)))
+            self._known.pop(tag, None)  # it becomes the newest
+            self._known[tag] = os.path.join(chosen.memory_root, chosen.job, tag, file), extents
+            while len(self._known) > _MOST_KNOWN:
+                self._known.pop(next(iter(self._known)))
             self.times_completed[tag] += 1
 
     def _add_complete_files(self, streams: Streams, tag: str, *, must: bool) -> None:
-        path, extents = self._complete.get(tag, ("", {}))
+        path, extents = self._known.get(tag, ("", {}))
         try:
             if not extents.keys() <= streams.extents.keys():
                 streams.add_copies(path, extents)
@@ -150,75 +185,13 @@ class _Files:
                 ) from None
 
 
-class Completion:
-    """Takes the files of checkpoints that aren't complete yet, and completes them, without ranks.
-
-    `peers`: other nodes' memory; None where there are no other ranks.
-    """
-
-    peers: Peers | None = None
-
-    def __init__(self, writer: MemoryStorageWriter) -> None:
-        self._files = _Files(writer, 0, is_alone=True)
-        self._counts: Counter[str] = Counter()
-
-    def new_tag(self) -> str:
-        """Return a tag that no checkpoint has; the n-th call returns the same on all ranks."""
-        return f"checkpoint-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-
-    def times_completed(self, tag: str) -> int:
-        """Return how often a checkpoint has been completed since this object was made."""
-        return self._files.times_completed[tag]
-
-    def save(
-        self,
-        tag: str,
-        name: str,
-        write: Callable[[IO[bytes]], None],
-        num_of_files: int,
-        *,
-        is_complete: bool = False,
-    ) -> None:
-        """Save a file, and complete its checkpoint if that is due.
-
-        `num_of_files`: as in `Checkpoint`. `is_complete`: whether the checkpoint is complete
-        already, so that the file is a further one. Raises DcpMemError.
-        """
-        due = self._files.add(tag, name, write, num_of_files, is_complete)
-        if due is not Due.WAITING:
-            self._complete_with_added(tag, due)
-        elif num_of_files != ON_COMMIT:
-            self._count_file(tag, num_of_files, is_complete)
-
-    def _complete_with_added(self, tag: str, due: Due) -> None:
-        self._files.complete(tag, due)
-
-    def _count_file(self, tag: str, num_of_files: int, is_complete: bool) -> None:
-        self._counts[tag] += 1
-        if self._counts[tag] >= num_of_files:
-            self.commit(tag, is_complete=is_complete)
-
-    def commit(self, tag: str, *, is_complete: bool = False) -> None:
-        """Complete a checkpoint; return once it is complete on all ranks.
-
-        `is_complete`: whether it is complete already, so that what it has stays in it. Raises
-        NothingNew where no rank has saved anything since, DcpMemError.
-        """
-        self._counts.pop(tag, None)
-        self._files.keep(tag, is_complete)
-        self._files.complete(tag, Due.WAITING)
-
-    def close(self) -> None:
-        """Take part in what is due by now, then stop."""
-
-
 class JointCompletion(Completion):
     """Completes checkpoints of all ranks, each in the thread of every rank that reads notices."""
 
     peers: Peers
 
     def __init__(self, writer: MemoryStorageWriter) -> None:
-        self._files = _Files(writer, dist.get_rank(), is_alone=False)
+        super().__init__(writer, dist.get_rank(), is_alone=False)
         self._notices = Notices(f"nebula {writer.settings.job}")
         self.peers = Peers(writer.settings, self._notices)
         self._changed = threading.Condition()
@@ -237,20 +210,21 @@ class JointCompletion(Completion):
 
     def _complete_with_added(self, tag: str, due: Due) -> None:
         number = self._notices.count(f"added files of {tag}")
-        self._complete(tag, f"{tag}, added file {number}", due)
+        self._complete_by(tag, f"{tag}, added file {number}", due)
 
     def _count_file(self, tag: str, num_of_files: int, is_complete: bool) -> None:
         count = self._notices.count(f"files of {tag}")
         if count % num_of_files == 0:
-            self._complete(tag, f"{tag}, file {count}", Due.WAITING)
+            self._complete_by(tag, f"{tag}, file {count}", Due.WAITING)
 
-    def _complete(self, tag: str, turn: str, due: Due) -> None:
+    def _complete_by(self, tag: str, turn: str, due: Due) -> None:
         self._notices.add(json.dumps([tag, turn, due.value]))
         with suppress(NothingNew):  # another turn has completed the file's checkpoint
             self._wait(turn)
 
     def commit(self, tag: str, *, is_complete: bool = False) -> None:
-        self._files.keep(tag, is_complete)
+        with self._guard:
+            self._keep(tag, is_complete)
         count, size = self._notices.count(f"commits of {tag}"), self._notices.size
         turn = f"{tag}, commit {-(-count // size)}"
         if count % size == 0:
@@ -293,7 +267,7 @@ class JointCompletion(Completion):
     def _take_part(self, tag: str, turn: str, due: str) -> None:
         error: Exception | None = None
         try:
-            self._files.complete(tag, Due(due))
+            self._complete(tag, Due(due))
         except NothingNew as nothing:
             error = nothing
         except Exception as failure:
@@ -319,5 +293,4 @@ def _close_all() -> None:
         completion.close()
 
 
-# Before concurrent.futures ends its pools, which the saves that complete checkpoints need.
-getattr(threading, "_register_atexit", atexit.register)(_close_all)
+before_pools_end(_close_all)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.deepspeed import MemoryCheckpointEngine
-from dcp_mem.integrations.nebula.packages import class_of_each
+from dcp_mem.integrations.nebula.lightning import class_of_each
 
 _SECTION = "nebula"
 _OPTIONS = (
@@ -37,11 +37,7 @@ class NebulaDeepspeedStrategy(_Base):  # type: ignore[misc]
         num_of_version_in_retention: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make the strategy.
-
-        `args`: as in DeepSpeedStrategy. The section "nebula" of `config` gives what the arguments
-        below leave out; with "enabled": false, DeepSpeed saves as without it.
-        """
+        """Make the strategy; the section "nebula" of `config` gives what arguments leave out."""
         super().__init__(*args, **kwargs)
         given = (persistent_storage_path, persistent_time_interval, num_of_version_in_retention)
         section = _section_of(self.config)
@@ -95,10 +91,7 @@ def _section_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _NamedByDirectory(MemoryCheckpointEngine):
-    """Names a checkpoint by its directory.
-
-    Lightning calls each of its checkpoints "checkpoint", in a directory that has the real name.
-    """
+    """Names a checkpoint by its directory, as Lightning calls each of them "checkpoint"."""
 
     saves_in = ""
 

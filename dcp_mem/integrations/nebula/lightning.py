@@ -1,28 +1,59 @@
 """Nebula's classes for Lightning: a checkpoint plugin and a callback.
 
 Scripts import them from `dcp_mem.integrations.nebula`. They are for the trainers of `lightning` and
-of `pytorch_lightning`. New scripts are better served by `dcp_mem.integrations.lightning`.
+of `pytorch_lightning`: each package has classes of its own, and takes none of the other's. New
+scripts are better served by `dcp_mem.integrations.lightning`.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
+from dcp_mem.common.releases import warn_if_untested
+from dcp_mem.config import checkpoint_name
 from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations import nebula
-from dcp_mem.integrations.nebula.checkpoint import remove_alone, save_alone, saved_alone
+from dcp_mem.integrations.nebula.checkpoint import write_pickled
+from dcp_mem.integrations.nebula.completion import EACH_FILE
 from dcp_mem.integrations.nebula.local_files import is_local_file
-from dcp_mem.integrations.nebula.packages import class_of_each
-from dcp_mem.integrations.nebula.run import current, has_run
+from dcp_mem.integrations.nebula.run import current, has_run, run_elsewhere
 from dcp_mem.integrations.removals import Ending
 
 _FILE = "checkpoint"
 _OPTIONS = frozenset({"is_best", "persist_path"})
+_saved: dict[str, str | None] = {}
+"""The root of each checkpoint that this process has saved, by tag."""
+_MODULES = {
+    "lightning": {"pytorch": "lightning.pytorch", "fabric": "lightning.fabric"},
+    "pytorch_lightning": {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"},
+}
+# What the script has imported comes first; dcp_mem imports the others.
+_PACKAGES = sorted(
+    (name for name in _MODULES if importlib.util.find_spec(name) is not None),
+    key=lambda name: name not in sys.modules,
+)
+
+
+def class_of_each(module: str, name: str) -> list[Any]:
+    """Return the class of each package that is installed, the script's own first."""
+    if not _PACKAGES:
+        raise ImportError("Lightning is missing: pip install lightning")
+    for package in _PACKAGES:
+        warn_if_untested(package.replace("_", "-"))
+    part, _, rest = module.partition(".")
+    return [
+        getattr(importlib.import_module(f"{_MODULES[package][part]}.{rest}"), name)
+        for package in _PACKAGES
+    ]
 
 
 class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # type: ignore[misc]
@@ -42,10 +73,17 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
         """Save a whole checkpoint from this rank alone, under the path's last part."""
         self._ending.begin()
         options = _checked(storage_options)
-        is_best = bool(options.get("is_best", False))
-        save_alone(
-            os.path.basename(str(path)), _FILE, checkpoint, is_best, options.get("persist_path")
-        )
+        run, tag = run_elsewhere(options.get("persist_path")), os.path.basename(str(path))
+        _saved[tag] = run.settings.url
+        name = checkpoint_name(run.settings.url, tag)
+        run.removals.wait_for(name)
+        if options.get("is_best", False):
+            run.writer.annotate_next_save(persist=True, metrics={"is_best": 1.0})
+        try:
+            run.alone.save(name, _FILE, partial(write_pickled, checkpoint), EACH_FILE)
+        except BaseException:
+            run.writer.annotate_next_save()  # what was said is of this save
+            raise
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
@@ -74,7 +112,9 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
 
         The newest checkpoint on storage stays there until storage has a newer one.
         """
-        remove_alone(os.path.basename(str(path)))
+        tag = os.path.basename(str(path))
+        run = run_elsewhere(_saved.get(tag))
+        run.removals.begin(checkpoint_name(run.settings.url, tag), from_storage=True)
 
     def teardown(self) -> None:
         """Wait until storage has the newest checkpoint; after an exception, leave that be."""
@@ -117,7 +157,7 @@ def _find(path: str) -> tuple[nebula.Checkpoint | None, str]:
     directory, name = os.path.split(path)
     root, tag = os.path.split(directory)
     places = [
-        (name, saved_alone(name), _FILE),  # saved by this process, wherever to
+        (name, _saved.get(name), _FILE),  # saved by this process, wherever to
         (name, None, _FILE),
         (name, directory, _FILE),  # <root>/<tag>
         (tag, None, name),

@@ -102,10 +102,7 @@ class Peers:
     def fetch(
         self, checkpoint: CheckpointStatus, file: str, offset: int, nbytes: int
     ) -> memoryview | None:
-        """Return bytes of a segment from another node's memory; None if no node sends them.
-
-        `offset`: where the bytes begin. Raises RankFailed, SegmentCorrupt.
-        """
+        """Return bytes of a segment from another node's memory; None if no node sends them."""
         token, data = uuid.uuid4().hex[:12], memoryview(bytearray(nbytes))
         extent = {"file": file, "offset": offset, "nbytes": nbytes, "receiver": self._ranks.rank}
         request = {"kind": "fetch", **_identity(checkpoint), **extent, "token": token}
@@ -148,12 +145,7 @@ class Peers:
     # -- answering, in the thread that reads notices -----------------------------------------------
 
     def answer(self, request: Mapping[str, Any]) -> None:
-        """Answer a request of any rank, this one too, in the background.
-
-        Errors are logged: the rank that asked goes on without an answer.
-
-        `request`: its "kind" is survey, describe or fetch; the rest depends on that.
-        """
+        """Answer any rank's request in the background; errors are logged, and no answer comes."""
         acts: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "survey": self._answer_survey,
             "describe": self._answer_describe,

@@ -47,10 +47,7 @@ class Run:
 
     @property
     def completing(self) -> Completion:
-        """The completion of the run's checkpoints.
-
-        Raises ConfigError.
-        """
+        """The completion of the run's checkpoints. Raises ConfigError."""
         if self._completing is None:
             if world_size() > 1:
                 self._completing = JointCompletion(self.writer)
@@ -69,14 +66,8 @@ class Run:
             _ = self.completing
 
     def settings_for(self, persist_path: str | os.PathLike[str] | None) -> Settings:
-        """Return the settings of this run's job, or of another path's job, which is only read.
-
-        `persist_path`: another root on storage; None for the job's own.
-        """
-        if persist_path is None:
-            return self.settings
-        other = settings(persist_path, memory_root=self.settings.memory_root)
-        if other.url == self.settings.url:
+        """Return the settings of this run's job, or of another path's job, which is only read."""
+        if persist_path is None or root_url(persist_path) == self.settings.url:
             return self.settings
         return settings(
             persist_path,
@@ -85,10 +76,7 @@ class Run:
         )
 
     def end_removals(self, *, keep_newest: bool) -> None:
-        """Try once more to remove what is left to be removed.
-
-        `keep_newest`: leave the newest checkpoint on storage. Under other paths it stays anyway.
-        """
+        """Try once more to remove what is left; under other paths the newest on storage stays."""
         self.removals.close(keep_newest=keep_newest)
         for run in self.elsewhere.values():
             run.removals.close(keep_newest=True)
@@ -101,10 +89,7 @@ class Run:
             self._completing = None
 
     def shut_down(self) -> None:
-        """Stop completing checkpoints, and wait until storage has what it should have.
-
-        Raises FlushFailed.
-        """
+        """Stop completing checkpoints, and wait until storage has what it should have."""
         self.close()
         with ExitStack() as closing:  # all of them, whatever one raises
             for run in (self, *self.elsewhere.values()):
@@ -167,12 +152,7 @@ def has_run() -> bool:
 
 
 def shut_down() -> None:
-    """End the run, once storage has what it should have; call this on all ranks.
-
-    From here on there is no run until `init` is called again.
-
-    Raises FlushFailed.
-    """
+    """End the run, once storage has what it should have; call this on all ranks."""
     global _run
     run, _run = _run, None
     if run is not None:
@@ -186,10 +166,7 @@ def join() -> None:
 
 
 def current() -> Run:
-    """Return the run that `init` has set, or the one that the environment describes.
-
-    Raises ConfigError.
-    """
+    """Return the run that `init` has set, or the one that the environment describes."""
     if _run is None:
         if not os.environ.get("NEBULA_PERSISTENT_STORAGE_PATH"):
             raise ConfigError(
@@ -202,10 +179,7 @@ def current() -> Run:
 
 
 def run_elsewhere(persist_path: str | os.PathLike[str] | None) -> Run:
-    """Return the current run, or one with another path, which is kept for later saves there.
-
-    `persist_path`: another root on storage; None for the run's own.
-    """
+    """Return the current run, or one with another path, which is kept for later saves there."""
     run = current()
     url = root_url(persist_path)
     if url is None or url == run.settings.url:
@@ -216,10 +190,7 @@ def run_elsewhere(persist_path: str | os.PathLike[str] | None) -> Run:
 
 
 def run_for(persist_path: str | os.PathLike[str] | None) -> Run:
-    """Return the current run; without one, a run for readers of `persist_path`.
-
-    `persist_path`: the root to read from; None for the current run's.
-    """
+    """Return the current run; without one, a run for readers of `persist_path`."""
     if _run is None and persist_path is not None:
         return Run({"path": persist_path})
     return current()
@@ -252,9 +223,6 @@ def _retained(given: int | str | None) -> int:
 
 
 def _memory_limit() -> int | None:
-    """Return half of the buffer, for a node.
-
-    Nebula's own rule is for each process: half of the buffer, divided by the node's processes.
-    """
+    """Return half of the buffer, for a node: Nebula's is for a process, divided by their number."""
     text = os.environ.get("NEBULA_MEMORY_BUFFER_SIZE")
     return parse_bytes(text, "NEBULA_MEMORY_BUFFER_SIZE") // 2 if text else None

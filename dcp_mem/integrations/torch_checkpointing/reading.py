@@ -39,18 +39,12 @@ class Place:
 
 
 class LeasedFiles:
-    """The files of one checkpoint, in this node's memory or on storage; leased until closed.
-
-    `users`: how many use it at the moment.
-    """
+    """The files of one checkpoint, in this node's memory or on storage; leased until closed."""
 
     def __init__(
         self, settings: Settings, storage: Storage | None, checkpoint: CheckpointStatus
     ) -> None:
-        """Open what there is of it.
-
-        `storage`: the job's; None where it has none. Raises SegmentCorrupt.
-        """
+        """Open what there is of it."""
         self.checkpoint, self.users = checkpoint, 0
         self._resources = ExitStack()
         self._memory: MemorySource | None = None
@@ -84,10 +78,7 @@ class LeasedFiles:
             raise trouble
 
     def open(self, file: str) -> FileOfCheckpoint:
-        """Open a file for reading at any place; bytes are compared with their checksums.
-
-        Raises SegmentCorrupt.
-        """
+        """Open a file for reading at any place; bytes are compared with their checksums."""
         place = self.places[file]
         reads: list[Callable[[int, memoryview], None]] = []
         if self._memory is not None and self._memory.has(place.segment):
@@ -110,41 +101,21 @@ class LeasedFiles:
 
 
 def found(settings: Settings, storage: Storage | None, name: str) -> CheckpointStatus | None:
-    """Return the newest whole checkpoint of that name; None where there is none.
-
-    `storage`: the job's; None where it has none. Raises StorageUnavailable, StorageRefused.
-    """
+    """Return the newest whole checkpoint of that name; None where there is none."""
     local = [one for one in inventory.in_memory(settings) if one.name == name]
     known = local
     if storage is not None:
         try:
             known = inventory.merged(local, inventory.stored(committed_under(storage, name)))
         except (StorageUnavailable, StorageRefused) as error:
-            if not any(map(counts, local)):
+            if not any(map(inventory.counts, local)):
                 raise
             log.warning("%s; reading %s from memory", error, name)
-    return next((one for one in known if counts(one)), None)
-
-
-def counts(one: CheckpointStatus) -> bool:
-    """Return whether all ranks saved it, and nothing is known to keep it from being read.
-
-    A rejected one can be read by its name.
-    """
-    is_readable = MEMORY in one.places or not one.problem
-    return is_readable and one.scope == names.COLLECTIVE and not one.is_foreign
-
-
-def may_be_resumed_from(one: CheckpointStatus) -> bool:
-    """Return whether it counts, and nobody has rejected it."""
-    return counts(one) and not one.rejected
+    return next((one for one in known if inventory.counts(one)), None)
 
 
 class FileOfCheckpoint(io.RawIOBase):
-    """A file, read from the first place that has it undamaged.
-
-    `on_close`: called when it is closed.
-    """
+    """A file, read from the first place that has it undamaged."""
 
     def __init__(self, reads: list[Callable[[int, memoryview], None]], nbytes: int) -> None:
         super().__init__()

@@ -25,7 +25,6 @@ from dcp_mem.comm import world_size
 from dcp_mem.config import Settings, is_checkpoint_name
 from dcp_mem.errors import (
     CheckpointInUse,
-    CheckpointNotFound,
     ConfigError,
     DcpMemError,
     FlushFailed,
@@ -34,7 +33,6 @@ from dcp_mem.integrations.torch_checkpointing.reading import (
     FileOfCheckpoint,
     LeasedFiles,
     found,
-    may_be_resumed_from,
 )
 from dcp_mem.operations import housekeeping, inventory
 from dcp_mem.operations.flush import flush_now
@@ -268,11 +266,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         _, why_not = housekeeping.evict(self._settings, name)
         if why_not:
             raise CheckpointInUse(name, self._settings.memory_root)
-        if self._settings.url is not None:
-            with suppress(CheckpointNotFound):
-                housekeeping.delete(
-                    self._settings.url, name, storage_options=self._settings.storage_options
-                )
+        housekeeping.delete_stored(self._settings, name)
 
     def delete(self, path: Path) -> None:
         """Refuse: a checkpoint's files are deleted together."""
@@ -323,7 +317,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         storage = storage_of(self._settings)
         if storage is not None:
             known = inventory.merged(known, inventory.on_storage(storage))
-        return list(dict.fromkeys(one.name for one in known if may_be_resumed_from(one)))
+        return list(dict.fromkeys(one.name for one in known if inventory.may_be_resumed_from(one)))
 
     def _names(self, name: str) -> list[str]:
         """Return the files of a checkpoint, complete or not; none where there is no such one."""

@@ -20,9 +20,15 @@ from dcp_mem.comm.transfer import CHUNK, IncomingChunk, receive
 from dcp_mem.common import faults
 from dcp_mem.errors import DcpMemError, SegmentCorrupt
 from dcp_mem.format.checksums import blocks_of, checksum
-from dcp_mem.integrations.torchft.parts import Kind, offsets_of, put_together, unpickled
-from dcp_mem.integrations.torchft.staged import MARK_NBYTES, machine
-from dcp_mem.integrations.torchft.talk import Say, Talk, joined, met
+from dcp_mem.integrations.torchft.staged import (
+    MARK_NBYTES,
+    Kind,
+    machine,
+    offsets_of,
+    put_together,
+    unpickled,
+)
+from dcp_mem.integrations.torchft.talk import Say, Talk, met
 from dcp_mem.memory.checked_reads import CheckedReader
 from dcp_mem.memory.views import view_of
 
@@ -76,17 +82,15 @@ class _Pull:
         self._talk, self._step, self._transport, self._peer = talk, step, transport, peer
 
     def state(self, *, weights_only: bool) -> Any:
-        _, offer = self._talk.heard(Say.OFFER)
-        structure = self._heard_bytes(
-            Say.STRUCTURE, offer["structure_nbytes"], offer["structure_crc"]
-        )
-        state, kinds = unpickled(structure, weights_only=weights_only)
+        offer = self._talk.heard(Say.OFFER)
+        state, kinds = unpickled(self._talk.heard_bytes(Say.STRUCTURE), weights_only=weights_only)
         offsets, nbytes = offsets_of([kind.nbytes for kind in kinds])
         if nbytes != offer["nbytes"]:
             raise self._corrupt(f"{offer['nbytes']} bytes where its structure says {nbytes}")
         tensors = [torch.empty(kind.shape, dtype=kind.dtype) for kind in kinds]
         faults.point("torchft.pulling")
         descriptor = _opened(offer)
+        self._talk.say(Say.ROAD, is_file=descriptor is not None)
         if descriptor is None:
             self._receive(tensors, offsets, nbytes)
         else:
@@ -97,12 +101,6 @@ class _Pull:
         self._talk.say(Say.GOT)
         return put_together(state, tensors)
 
-    def _heard_bytes(self, kind: Say, nbytes: int, crc: int) -> bytes:
-        data = self._talk.heard_bytes(kind, nbytes)
-        if checksum(data) != crc:
-            raise self._corrupt(f"its {kind.name.lower()} came otherwise than it was sent")
-        return data
-
     def _read(
         self,
         descriptor: int,
@@ -111,11 +109,7 @@ class _Pull:
         offsets: Sequence[int],
     ) -> None:
         """Read the other replica's slot, on this machine."""
-        self._talk.say(Say.FILE)
-        _, facts = self._talk.heard(Say.CHECKSUMS)
-        crcs = np.frombuffer(
-            self._heard_bytes(Say.CHECKSUMS, facts["nbytes"], facts["crc"]), np.uint32
-        )
+        crcs = np.frombuffer(self._talk.heard_bytes(Say.CHECKSUMS), np.uint32)
         starts = np.array(offsets, np.int64) + MARK_NBYTES
         lengths = np.array([kind.nbytes for kind in kinds], np.int64)
         blocks = blocks_of(starts, lengths)
@@ -133,10 +127,8 @@ class _Pull:
         self, tensors: Sequence[torch.Tensor], offsets: Sequence[int], nbytes: int
     ) -> None:
         """Receive the other replica's bytes over a channel."""
-        self._talk.say(Say.CHANNEL)
-        _, facts = self._talk.heard(Say.MEETING)
-        store = joined(facts["host"], facts["port"], self._talk.seconds_left())
-        channel = met(store, facts["name"], self._talk, self._transport, is_sender=False)
+        meeting = self._talk.heard(Say.MEETING)
+        channel = met(meeting, self._talk, self._transport, is_sender=False)
         try:
             receive(channel, _chunks(tensors, offsets, nbytes), self._talk.check)
         finally:

@@ -22,9 +22,8 @@ from dcp_mem.comm.transfer import send
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.errors import DcpMemError
-from dcp_mem.format.checksums import checksum
 from dcp_mem.integrations.torchft.staged import StagedState, machine
-from dcp_mem.integrations.torchft.talk import Say, Talk, joined, met
+from dcp_mem.integrations.torchft.talk import Say, Talk, met
 
 _POLL_SECONDS = 0.2
 _FIRST_SECONDS = 10.0
@@ -34,11 +33,7 @@ _LOOK_SECONDS = 0.05
 
 
 class Server:
-    """Gives the newest staged state to the replicas that ask for it.
-
-    `transport`: what moves bytes to other nodes, as in `Settings.transport`. `metadata`: what a
-    peer needs to know to ask.
-    """
+    """Gives the newest staged state to the replicas that ask for it."""
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
@@ -56,10 +51,7 @@ class Server:
         self._thread = daemon(self._listen, "dcp_mem-torchft")
 
     def offer(self, staged: StagedState, peers: int, seconds: float) -> None:
-        """Give out this state from now on, in the place of the last one.
-
-        `staged`: it is dropped once all peers have it, or the time is over.
-        """
+        """Give out this state in place of the last, until all peers have it or time is over."""
         with self._changed:
             last, self._staged = self._staged, staged
             self._expires, self._left = time.monotonic() + seconds, peers
@@ -68,10 +60,7 @@ class Server:
             last.drop()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop, drop what is staged, and break off what is under way. Closing twice is fine.
-
-        `wait`: whether to wait for the thread that listens.
-        """
+        """Stop, drop what is staged, and break off what is under way. Closing twice is fine."""
         if os.getpid() != self._home:
             return  # all of it is the parent's
         with self._changed:
@@ -114,7 +103,7 @@ class Server:
     def _serve(self, line: ControlLine) -> None:
         talk = Talk(line, "the replica that heals", time.monotonic() + _FIRST_SECONDS)
         try:
-            _, wanted = talk.heard(Say.WANTED)
+            wanted = talk.heard(Say.WANTED)
             talk.deadline = time.monotonic() + float(wanted["seconds"])
             self._give(talk, int(wanted["step"]))
         except (DcpMemError, RuntimeError, OSError, ValueError, KeyError) as error:
@@ -152,25 +141,19 @@ class Server:
         talk.say(
             Say.OFFER,
             nbytes=staged.nbytes,
-            structure_nbytes=len(staged.structure),
-            structure_crc=checksum(staged.structure),
             mark=staged.mark.hex(),
             file=f"/proc/{os.getpid()}/fd/{staged.descriptor}",
             inode=staged.inode,
             machine=machine(),
         )
         talk.say_bytes(Say.STRUCTURE, staged.structure)
-        how, _ = talk.heard(Say.FILE, Say.CHANNEL)
-        if how == Say.FILE:
-            sums = staged.checksums().tobytes()
-            talk.say(Say.CHECKSUMS, nbytes=len(sums), crc=checksum(sums))
-            talk.say_bytes(Say.CHECKSUMS, sums)
+        if talk.heard(Say.ROAD)["is_file"]:
+            talk.say_bytes(Say.CHECKSUMS, staged.checksums().tobytes())
             talk.heard(Say.GOT)
             return
-        name, port = uuid.uuid4().hex, self._meeting_port()
-        talk.say(Say.MEETING, host=self._host, port=port, name=name)
-        store = joined(self._host, port, talk.seconds_left())
-        channel = met(store, name, talk, self._transport, is_sender=True)
+        meeting = {"host": self._host, "port": self._meeting_port(), "name": uuid.uuid4().hex}
+        talk.say(Say.MEETING, **meeting)
+        channel = met(meeting, talk, self._transport, is_sender=True)
         try:
             send(channel, staged.chunks(), talk.check)
             talk.heard(Say.GOT)
@@ -185,10 +168,7 @@ class Server:
             return int(self._meeting.port)
 
     def forget(self) -> None:
-        """Close a forked child's copies, which would keep a dead replica's connections open.
-
-        What is staged is the parent's.
-        """
+        """Close a forked child's copies, which would keep a dead replica's connections open."""
         self._door.close()
         for line in list(self._lines):
             line.forget()

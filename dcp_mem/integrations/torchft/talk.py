@@ -2,7 +2,7 @@
 
     healing -> other   WANTED: which step, and for how long it waits
     other -> healing   REFUSED: why not; or OFFER: sizes and places, and behind it STRUCTURE
-    healing -> other   FILE: it has opened the slot itself; or CHANNEL: the bytes are to be sent
+    healing -> other   ROAD: whether it has opened the slot itself, or the bytes are to be sent
     other -> healing   CHECKSUMS, for a file; or MEETING: where the channel's ends meet
     healing -> other   GOT: it has all of it
 
@@ -26,7 +26,8 @@ from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.control_line import MOST_NBYTES, ControlLine, Frame
 from dcp_mem.comm.timed_store import MeetingPlace, TimedCalls, TimedStore
 from dcp_mem.comm.transports import Pair, connected
-from dcp_mem.errors import DcpMemError, WaitTimeout
+from dcp_mem.errors import DcpMemError, SegmentCorrupt, WaitTimeout
+from dcp_mem.format.checksums import checksum
 
 
 class Say(IntEnum):
@@ -36,61 +37,42 @@ class Say(IntEnum):
     REFUSED = 2
     OFFER = 3
     STRUCTURE = 4
-    FILE = 5
-    CHANNEL = 6
-    CHECKSUMS = 7
-    MEETING = 8
-    GOT = 9
+    ROAD = 5
+    CHECKSUMS = 6
+    MEETING = 7
+    GOT = 8
 
 
 class Talk:
-    """One end of a conversation, which ends at a deadline.
-
-    `deadline`: in seconds of the monotonic clock.
-    """
+    """One end of a conversation, which ends at a deadline of the monotonic clock."""
 
     def __init__(self, line: ControlLine, peer: str, deadline: float) -> None:
         self._line, self._peer, self.deadline = line, peer, deadline
         self._came = deque[Frame]()
 
     def say(self, kind: Say, **facts: Any) -> None:
-        """Send facts.
-
-        Raises DcpMemError.
-        """
+        """Send facts. Raises DcpMemError."""
         self._send(Frame(kind, 0, json.dumps(facts).encode()))
 
     def say_bytes(self, kind: Say, data: bytes) -> None:
-        """Send bytes, of any number, in as many frames as they take.
-
-        Raises DcpMemError.
-        """
+        """Send bytes, of any number, in as many frames as they take. Raises DcpMemError."""
+        self.say(kind, nbytes=len(data), crc=checksum(data))
         for number, start in enumerate(range(0, len(data), MOST_NBYTES)):
             self._send(Frame(kind, number, data[start : start + MOST_NBYTES]))
 
-    def heard(self, *kinds: Say) -> tuple[Say, Mapping[str, Any]]:
-        """Return the next frame's kind and facts.
+    def heard(self, kind: Say) -> Mapping[str, Any]:
+        """Return the facts of the next frame, which is of this kind. Raises DcpMemError."""
+        facts: Mapping[str, Any] = json.loads(self._next(kind))
+        return facts
 
-        Raises DcpMemError.
-        """
-        frame = self._next()
-        if frame.kind == Say.REFUSED:
-            raise DcpMemError(f"{self._peer} refuses: {json.loads(frame.body)['why']}")
-        if frame.kind not in kinds:
-            raise DcpMemError(f"{self._peer} speaks otherwise: it says {frame.kind}, not {kinds}")
-        return Say(frame.kind), json.loads(frame.body)
-
-    def heard_bytes(self, kind: Say, nbytes: int) -> bytes:
-        """Return bytes that come in as many frames as they take.
-
-        Raises DcpMemError.
-        """
-        data = bytearray()
-        while len(data) < nbytes:
-            frame = self._next()
-            if frame.kind != kind or not frame.body:
-                raise DcpMemError(f"{self._peer} speaks otherwise: it says {frame.kind}")
-            data += frame.body
+    def heard_bytes(self, kind: Say) -> bytes:
+        """Return bytes that come in as many frames as they take. Raises SegmentCorrupt."""
+        facts, data = self.heard(kind), bytearray()
+        while len(data) < facts["nbytes"]:
+            data += self._next(kind)
+        if checksum(memoryview(data)) != facts["crc"]:
+            why = f"its {kind.name.lower()} came otherwise than it was sent"
+            raise SegmentCorrupt("the state", 0, self._peer, why)
         return bytes(data)
 
     def is_over(self) -> bool:
@@ -99,20 +81,14 @@ class Talk:
         return self._line.is_over
 
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline.
-
-        Raises WaitTimeout.
-        """
+        """Return the seconds until the deadline. Raises WaitTimeout."""
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             raise WaitTimeout(f"timed out waiting for {self._peer}")
         return seconds
 
     def check(self) -> None:
-        """Check that it is worth while to go on.
-
-        Raises WaitTimeout, DcpMemError.
-        """
+        """Check that it is worth while to go on. Raises WaitTimeout, DcpMemError."""
         self.seconds_left()
         if self.is_over():
             raise DcpMemError(f"{self._peer} is gone")
@@ -127,7 +103,7 @@ class Talk:
             self._line.wait(self.seconds_left())
             self._line.flush()
 
-    def _next(self) -> Frame:
+    def _next(self, kind: Say) -> bytes:
         while not self._came:
             self._came.extend(self._line.frames())
             if self._came:
@@ -135,25 +111,23 @@ class Talk:
             if self._line.is_over:
                 raise DcpMemError(f"{self._peer} is gone")
             self._line.wait(self.seconds_left())
-        return self._came.popleft()
+        frame = self._came.popleft()
+        if frame.kind == Say.REFUSED:
+            raise DcpMemError(f"{self._peer} refuses: {json.loads(frame.body)['why']}")
+        if frame.kind != kind or not frame.body:
+            raise DcpMemError(f"{self._peer} speaks otherwise: it says {frame.kind}, not {kind}")
+        return frame.body
 
 
-def joined(host: str, port: int, seconds: float) -> dist.TCPStore:
-    """Return a connection to the store of another replica.
+def met(meeting: Mapping[str, Any], talk: Talk, transport: str, *, is_sender: bool) -> Channel:
+    """Return this end of a new channel to the peer, which meets it in a store.
 
-    Raises RuntimeError.
-    """
-    timeout = timedelta(seconds=seconds)
-    return TimedCalls(seconds).do(
-        lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    )
-
-
-def met(store: dist.Store, name: str, talk: Talk, transport: str, *, is_sender: bool) -> Channel:
-    """Return this end of a new channel to the peer.
-
-    Raises RuntimeError.
+    `meeting`: the store's host and port, and the channel's name there. Raises RuntimeError.
     """
     seconds = talk.seconds_left()
-    place = MeetingPlace(TimedStore(store, seconds), f"{name}/", talk.check)
+    timeout, place = timedelta(seconds=seconds), (str(meeting["host"]), int(meeting["port"]))
+    store = TimedCalls(seconds).do(
+        lambda: dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timeout)
+    )
+    place = MeetingPlace(TimedStore(store, seconds), f"{meeting['name']}/", talk.check)
     return connected(transport, Pair(store=place, is_sender=is_sender, seconds=seconds))

@@ -53,10 +53,7 @@ class MLflow:
             Metric(f"{self._prefix}/{name}", value, milliseconds, step)
             for name, value in event.scalars().items()
         ]
-        text = f"{event.checkpoint}: {event.outcome}" + (
-            f"; {event.detail}" if event.detail else ""
-        )
-        tags = [RunTag(f"{self._prefix}.last_{event.kind}", text[:_LONGEST_TAG])]
+        tags = [RunTag(f"{self._prefix}.last_{event.kind}", event.summary[:_LONGEST_TAG])]
         self._client.log_batch(self._run_id, metrics=metrics, tags=tags)
 
     def close(self) -> None:

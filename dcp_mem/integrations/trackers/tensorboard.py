@@ -46,7 +46,7 @@ class TensorBoard:
         for name, value in event.scalars().items():
             self._writer.add_scalar(f"{self._prefix}/{name}", value, step, event.time)
         if event.detail:
-            text = f"{event.kind} of {event.checkpoint}: {event.outcome}; {event.detail}"
+            text = f"{event.kind} of {event.summary}"
             self._writer.add_text(f"{self._prefix}/trouble", text, step, event.time)
         self._writer.flush()
 

@@ -38,10 +38,7 @@ class WandB:
         name, step = f"{self._prefix}/{event.kind}", event.step or 0
         values = {f"{self._prefix}/{key}": value for key, value in event.scalars().items()}
         self._waiting.append({f"{name}_step": step, **values})
-        text = f"{event.checkpoint}: {event.outcome}"
-        run.summary[f"{self._prefix}/last_{event.kind}"] = (
-            f"{text}; {event.detail}" if event.detail else text
-        )
+        run.summary[f"{self._prefix}/last_{event.kind}"] = event.summary
         self._hand_over(run)
 
     def close(self) -> None:
