@@ -62,14 +62,11 @@ class Orphan:
 def collect_older_attempts(
     storage: Storage, manifest: Manifest, may_drop: MayDrop = lambda run, save_id: True
 ) -> None:
-    """Remove what older attempts have left under a committed checkpoint's name.
-
-    Uploads that this checkpoint's own attempts have broken off go, too. An attempt is older if its
-    manifest says so, or if all that it has put was put before anything of this one: an attempt that
-    goes on meanwhile is left alone. The times compared are all of the storage's one clock.
-
-    `may_drop`: tells of an attempt whether it may be removed. Given the token of its run, or ""
-    where that isn't known, and the save id.
+    """Remove what older attempts have left under a committed checkpoint's name. Uploads that this
+    checkpoint's own attempts have broken off go, too. An attempt is older if its manifest says so,
+    or if all that it has put was put before anything of this one: an attempt that goes on meanwhile
+    is left alone. The times compared are all of the storage's one clock. `may_drop` is asked with
+    the token of an attempt's run ("": unknown) and its save id.
     """
     found = [one for one in _files(storage, manifest.name) if _is_of_scope(one, manifest.scope)]
     own_times = [
@@ -101,12 +98,8 @@ def collect_older_attempts(
 
 
 def delete_checkpoint(storage: Storage, name: str) -> int:
-    """Delete everything under a checkpoint's name.
-
-    `.metadata` goes first: a deletion that is broken off leaves nothing that readers take for a
-    checkpoint.
-
-    Returns how many bytes were deleted.
+    """Delete everything under a checkpoint's name; return how many bytes. `.metadata` goes first: a
+    deletion that is broken off leaves nothing that readers take for a checkpoint.
     """
     found = list(_walk(storage, name))
     for key, _ in sorted(
@@ -119,10 +112,7 @@ def delete_checkpoint(storage: Storage, name: str) -> int:
 
 
 def delete_attempt(storage: Storage, name: str, save_id: str) -> None:
-    """Delete what one attempt has put under a name.
-
-    What attempts share (catalogs) goes as well where there is no other attempt.
-    """
+    """Delete what one attempt has put under a name; what attempts share if there is no other."""
     found = sorted(_files(storage, name), key=_inner_first)
     is_only = {one.save_id for one in found if not one.is_ticket} <= {save_id, ""}
     for one in found:
@@ -131,11 +121,8 @@ def delete_attempt(storage: Storage, name: str, save_id: str) -> None:
 
 
 def orphans(storage: Storage, older_than: float) -> list[Orphan]:
-    """Return dcp_mem's files under names without a committed checkpoint, and unfinished uploads.
-
-    Files that dcp_mem hasn't written are never among them.
-
-    `older_than`: seconds since the last change under the name, or of the upload.
+    """Return dcp_mem's files under names without a committed checkpoint, and unfinished uploads,
+    whose last change is so many seconds ago. Others' files are never among them.
     """
     cutoff = time.time() - older_than
     listed = {entry.name for entry in storage.ls("") if entry.is_directory}
@@ -206,9 +193,8 @@ def _is_drop(storage: Storage, one: Orphan) -> bool:
 
 
 def _is_of_scope(one: Orphan, scope: str) -> bool:
-    """Return whether it may be an attempt of the same ranks.
-
-    A rank that saved alone has file names of its own.
+    """Return whether it may be an attempt of the same ranks: one that saved alone has its own
+    files.
     """
     match = names.SEGMENT.fullmatch(one.key.rpartition("/")[2])
     return scope == names.COLLECTIVE or (

@@ -60,9 +60,8 @@ class FlushJob:
         return self.checkpoint.manifest.committer in {self.node, *self.lost}
 
     def check_ownership(self) -> None:
-        """Make sure that no newer run has taken the storage; raise StorageTaken where one has.
-
-        Ranks that save alone share a storage without agreeing on anything: each owns its files.
+        """Raise StorageTaken where a newer run has taken the storage. Ranks that save alone share a
+        storage without agreeing on anything: each owns its files.
         """
         is_shared = self.checkpoint.manifest.scope == names.COLLECTIVE
         if self.ownership is not None and is_shared:
@@ -75,10 +74,8 @@ class FlushJob:
         return self._settle(self.checkpoint.manifest.save_id, COMMIT) == COMMIT
 
     def may_drop(self, run: str, save_id: str) -> bool:
-        """Decide that an attempt under this checkpoint's name is dropped, if it still can be.
-
-        `run`: token of the run that made it; "" where that isn't known. Returns False where its run
-        may have committed it, or is about to.
+        """Decide that an attempt under this checkpoint's name is dropped, if it still can be: False
+        where its run ("": unknown) may have committed it, or is about to.
         """
         if self.ownership is None or (run and self.ownership.is_own(run)):
             return True
@@ -136,10 +133,7 @@ def parts_of(job: FlushJob) -> Parts:
 
 
 def put_part(job: FlushJob) -> None:
-    """Upload this node's segments, and then its node manifest: it says that all of them are stored.
-
-    Raises StorageUnavailable, StorageRefused, SegmentCorrupt.
-    """
+    """Upload this node's segments, and then its node manifest, which says that all are stored."""
     manifest = job.checkpoint.manifest
     with job.meter.stage("segments"):
         uploaded = put_segments(job, manifest.of_node(job.node))
@@ -162,12 +156,9 @@ def put_part(job: FlushJob) -> None:
 
 
 def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, Uploaded]:
-    """Upload segments that lie here; read those that storage has already for their checksums.
-
-    What has changed since its checksums were made isn't put. Where none have been made so far,
-    those of the bytes that were put are kept beside the segment, if memory has room.
-
-    Raises StorageUnavailable, StorageRefused, SegmentCorrupt.
+    """Upload segments that lie here; read those that storage has already for their checksums. What
+    has changed since its checksums were made isn't put. Where none have been made so far, those of
+    the bytes that were put are kept beside the segment, if memory has room.
     """
     stored, catalog = stored_sizes(job), catalog_of(job.checkpoint)
     manifest, reuse = job.checkpoint.manifest, job.reuse
@@ -212,10 +203,9 @@ def stored_sizes(job: FlushJob) -> dict[str, int]:
 
 
 def drop_part(job: FlushJob) -> None:
-    """Remove what this node has put of a checkpoint that it can't finish.
-
-    What is stored whole stays: this node's finished part, a segment that another node has put, and
-    everything once the checkpoint is committed.
+    """Remove what this node has put of a checkpoint that it can't finish. What is stored whole
+    stays: this node's finished part, a segment that another node has put, and everything once the
+    checkpoint is committed.
     """
     parts, manifest = parts_of(job), job.checkpoint.manifest
     is_committed = committed_save_id(job.storage, manifest) == manifest.save_id
@@ -252,10 +242,7 @@ def has_new_catalog(checkpoint: LocalCheckpoint) -> bool:
 
 
 def catalog_of(checkpoint: LocalCheckpoint) -> Catalog:
-    """Return the catalog that lies beside a checkpoint in memory.
-
-    Raises SegmentCorrupt.
-    """
+    """Return the catalog that lies beside a checkpoint in memory, or raise SegmentCorrupt."""
     try:
         return read_catalog(checkpoint.directory, checkpoint.manifest.catalog)
     except FileNotFoundError:

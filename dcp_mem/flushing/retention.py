@@ -44,17 +44,13 @@ class Retainer:
         committed: Manifest,
         ownership: Ownership | None = None,
     ) -> list[str]:
-        """Delete what the policy doesn't keep.
-
-        Only whole checkpoints of dcp_mem's are looked at. The newest stays, and whatever is read.
+        """Delete what the policy doesn't keep, of whole checkpoints of dcp_mem's; return their
+        names. The newest stays, and whatever is read.
 
         1. Look at names that are new on storage.
         2. Let the policy choose, and look again: at what stays, since what was rejected meanwhile
            doesn't count, and at what goes, since another process may have saved it anew.
         3. Delete each that nobody reads, a limited number at once.
-
-        `ownership`: of the storage; None where there is nobody to share it with. Returns names of
-        the deleted checkpoints. Raises StorageUnavailable, StorageRefused, StorageTaken.
         """
         self._look(storage, committed)
         going = {one.key for one in self._leaving(policy, committed)}
@@ -122,10 +118,9 @@ def _rejected(storage: Storage, name: str) -> frozenset[str] | None:
 
 
 def _delete(storage: Storage, name: str, known: _Known) -> bool:
-    """Delete a checkpoint that nobody reads, if it is still that which was looked at.
-
-    Readers take a lease first, and then look whether the checkpoint is committed. Here it is the
-    other way round: `.metadata` goes first, and then leases are looked at. So one of both notices.
+    """Delete a checkpoint that nobody reads, if it is still that which was looked at. Readers take
+    a lease first, and then look whether the checkpoint is committed. Here it is the other way
+    round: `.metadata` goes first, and then leases are looked at. So one of both notices.
     """
     if is_being_read(storage, name):
         return False

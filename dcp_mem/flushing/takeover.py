@@ -29,10 +29,7 @@ from dcp_mem.storage import OfOneFile
 
 def take_over(job: FlushJob, node: str) -> None:
     """Put the copies that lie here of a lost node's segments; with the last, its node manifest.
-
     What this node can't put isn't its failure: another holder may have it.
-
-    Raises StorageUnavailable, StorageRefused.
     """
     for segment in _in_order(job, node):
         is_here = os.path.exists(job.checkpoint.segment_path(segment.file))
@@ -44,9 +41,8 @@ def take_over(job: FlushJob, node: str) -> None:
 
 
 def _in_order(job: FlushJob, node: str) -> Sequence[Segment]:
-    """Return the lost node's segments, reversed on every other node.
-
-    Neighbours in the order of the nodes mostly hold the same copies: they begin at opposite ends.
+    """Return the lost node's segments, reversed on every other node. Neighbours in the order of the
+    nodes mostly hold the same copies: they begin at opposite ends.
     """
     nodes = job.checkpoint.manifest.nodes
     segments = job.checkpoint.manifest.of_node(node)
@@ -105,10 +101,9 @@ def _segment_upload(
 
 
 def _verified_table(job: FlushJob, segment: Segment) -> ItemTable:
-    """Return the segment's items with the checksums that came with its copy, once they hold.
-
-    All of the copy is read before any of it is sent: damaged bytes must never lie under the
-    segment's name on storage (a load returns what was saved, or raises). Raises SegmentCorrupt.
+    """Return the segment's items with the checksums that came with its copy, once they hold. All of
+    the copy is read before any of it is sent: damaged bytes must never lie under the segment's name
+    on storage (a load returns what was saved, or raises).
     """
     known = _known_table(job, segment)
     table = replace(known, crc32c=known.crc32c[:0])  # compared below, for an error of its own

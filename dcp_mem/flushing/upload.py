@@ -68,8 +68,6 @@ def upload_all(
     2. Put the parts of all segments, in several threads; the first failure stops all. Parts that
        storage has in an earlier checkpoint are copied there.
     3. Finish each segment's upload with its last part.
-
-    Raises StorageUnavailable, StorageRefused, SegmentCorrupt.
     """
     stop = threading.Event()
     with ExitStack() as resources:
