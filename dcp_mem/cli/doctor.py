@@ -9,11 +9,10 @@ import click
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, subcommand
-from dcp_mem.cli.screen import shown
+from dcp_mem.common.values import shown
 from dcp_mem.config import memory_root_path, root_url, transport_point
 from dcp_mem.operations.doctor import Check, Severity, examine
-from dcp_mem.operations.network import judge_network, measure_network
-from dcp_mem.operations.transport_check import judge_transport
+from dcp_mem.operations.network import judge_network, judge_transport, measure_network
 
 _HELP = """Check this machine and, with ROOT, its storage for what training needs; say what to do
 about problems.

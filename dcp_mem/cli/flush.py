@@ -6,8 +6,9 @@ import click
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, subcommand
-from dcp_mem.cli.screen import shown, size
+from dcp_mem.cli.screen import size
 from dcp_mem.common.progress_bar import progress_bar
+from dcp_mem.common.values import shown
 from dcp_mem.operations.flush import flush_now, promote
 
 _HELP = """Bring the complete checkpoints in this node's memory to storage, and wait until they are

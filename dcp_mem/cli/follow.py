@@ -18,12 +18,13 @@ from typing import Any
 
 import click
 
-from dcp_mem.cli.options import CommonOptions, repeating, searched_places, subcommand
-from dcp_mem.cli.screen import figures
+from dcp_mem.cli.options import CommonOptions, repeating, subcommand
 from dcp_mem.common.log import log
+from dcp_mem.common.values import figures
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.following.checkpoint import FollowedCheckpoint
 from dcp_mem.following.follower import Follower, follow
+from dcp_mem.operations.inventory import searched_places
 
 _HELP = """Follow a training run, which may be on this node or elsewhere: print each new checkpoint,
 the newest first, or run a command for it.
@@ -178,10 +179,8 @@ def _run(checkpoint: FollowedCheckpoint, words: Sequence[str], stopping: _Stoppi
 
 
 class _Stopping:
-    """Ends the follower at a signal, and passes that on to the command that runs.
-
-    The command may end in its own way then; with the second signal it is killed. `number`: the
-    signal that has come; 0 for none.
+    """Ends the follower at a signal, and passes that on to the command that runs. The command may
+    end in its own way then; with the second signal it is killed.
     """
 
     def __init__(self, follower: Follower) -> None:

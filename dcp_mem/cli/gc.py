@@ -6,7 +6,8 @@ import click
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, subcommand
-from dcp_mem.cli.screen import Screen, age, shown, size
+from dcp_mem.cli.screen import Screen, age, size
+from dcp_mem.common.values import shown
 from dcp_mem.flushing.orphans import Orphan
 from dcp_mem.operations.housekeeping import Reclaimed, collect_orphans, reclaim
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import click
 
-from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
-from dcp_mem.cli.screen import shown, size
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, subcommand
+from dcp_mem.cli.screen import size
+from dcp_mem.common.values import shown
 from dcp_mem.errors import ConfigError
 from dcp_mem.operations.history import History, Totals, read_history, totals
+from dcp_mem.operations.inventory import searched_places
 from dcp_mem.operations.report import counted, duration, render_page, troubles_of
 
 _HELP = """Write an HTML page about a job's checkpoints: saves, flushes and recoveries over time,

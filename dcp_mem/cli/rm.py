@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import click
 from rich.text import Text
 
-from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
-from dcp_mem.cli.screen import age, shown, size
-from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, subcommand
+from dcp_mem.cli.screen import age, size
+from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, shown
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointInUse, ConfigError
 from dcp_mem.operations.housekeeping import delete, evict
@@ -52,7 +52,7 @@ def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool)
     """Remove the checkpoints; return 1 if one stays."""
     settings = common.settings()
     known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
-    wanted = {one.name for one in find_all(known, ids, searched_places(settings))}
+    wanted = {one.name for one in find_all(known, ids, settings)}
     chosen = [one for one in known if one.name in wanted]
     _refuse_the_newest(known, chosen, force)
     if not yes:
@@ -93,10 +93,7 @@ def _ask(common: CommonOptions, chosen: list[CheckpointStatus]) -> None:
 
 
 def _remove(settings: Settings, name: str, chosen: list[CheckpointStatus], force: bool) -> _Removed:
-    """Remove a name from memory and then from storage.
-
-    Memory comes first: a pending checkpoint in it would be flushed again.
-    """
+    """Remove a name from memory and then from storage: what is pending would be flushed again."""
     freed, kept = 0, ""
     if any(MEMORY in one.places for one in chosen):
         freed, kept = evict(settings, name)

@@ -26,8 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dcp_mem.common.progress_bar import transfer_text
-from dcp_mem.common.values import CheckpointStatus, State
-from dcp_mem.common.values import figures as figures
+from dcp_mem.common.values import CheckpointStatus, State, shown
 from dcp_mem.errors import gib
 
 _WIDTH_OF_FILES = 100
@@ -55,10 +54,7 @@ _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 class Screen:
-    """The output of a command: text for people, or one JSON object.
-
-    With `is_json`, only `answer` prints; else all methods but `answer` do.
-    """
+    """The output of a command: text for people or, with `is_json`, what `answer` prints."""
 
     def __init__(self, *, is_json: bool, no_color: bool) -> None:
         self.is_json = is_json
@@ -66,15 +62,13 @@ class Screen:
         self._errors = _console(sys.stderr, no_color)
 
     def answer(self, **facts: Any) -> None:
-        """Print the facts as one JSON object, at once: programs read along.
-
-        JSON has no NaN and no infinity; they are null.
+        """Print the facts as one JSON object, at once: programs read along. NaN and infinity are
+        null.
         """
         if self.is_json:
             print(json.dumps(_plain(facts), allow_nan=False), flush=True)
 
     def line(self, text: str | Text = "", style: str = "") -> None:
-        """Print a line."""
         if self.is_json:
             return
         found = text if isinstance(text, Text) else Text(shown(text), style)
@@ -90,10 +84,8 @@ class Screen:
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
-        """Show on stderr what is under way, where that takes more than a moment.
-
-        A terminal shows it with the seconds meanwhile; elsewhere a line says it once it has taken
-        long.
+        """Show on stderr what is under way, where that takes more than a moment: on a terminal with
+        the seconds meanwhile; elsewhere by a line once it has taken long.
         """
         if self.is_json:
             yield
@@ -130,9 +122,8 @@ class Screen:
 
     @contextmanager
     def live(self) -> Iterator[Callable[[Sequence[RenderableType]], None]]:
-        """Yield a function that shows parts below each other, in place of what it showed before.
-
-        Where standard output is no terminal, each call prints behind the one before.
+        """Yield a function that shows parts below each other, in place of what it showed before, or
+        behind that where standard output is no terminal.
         """
         if self.is_json or not self._console.is_terminal:
             yield self._print_at_once
@@ -164,18 +155,14 @@ class Screen:
 
 
 class Bytes:
-    """A progress bar of bytes."""
-
     def __init__(self, progress: Progress, what: str) -> None:
         self._progress = progress
         self._task = progress.add_task(shown(what), total=None, moved="")
 
     def expect(self, what: str, nbytes: int) -> None:
-        """Start the bar again."""
         self._progress.reset(self._task, description=shown(what), total=nbytes, moved="")
 
     def add(self, nbytes: int) -> None:
-        """Move the bar on by so many bytes."""
         self._progress.advance(self._task, nbytes)
         task = self._progress.tasks[0]
         self._progress.update(self._task, moved=transfer_text(task.completed, task.total, None))
@@ -217,13 +204,6 @@ def _wrapped(line: str) -> str:
         break_on_hyphens=False,
     )
     return "\n".join(lines)
-
-
-def shown(text: str) -> str:
-    """Return text that is safe to print: names come from storage, and could steer a terminal."""
-    return "".join(
-        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text
-    )
 
 
 def age(moment: float) -> str:

@@ -7,17 +7,10 @@ from collections.abc import Sequence
 import click
 from rich.text import Text
 
-from dcp_mem.cli.options import (
-    INTERACTIVE_RETRIES,
-    CommonOptions,
-    searched_places,
-    subcommand,
-)
-from dcp_mem.cli.screen import Screen, age, facts_of, fields_of, figures, moment, shown, size, state
-from dcp_mem.common.values import CheckpointStatus
+from dcp_mem.cli.options import CommonOptions, subcommand
+from dcp_mem.cli.screen import Screen, age, facts_of, fields_of, moment, size, state
+from dcp_mem.common.values import CheckpointStatus, figures, shown
 from dcp_mem.operations.contents import Contents, contents_of
-from dcp_mem.operations.inventory import find_one
-from dcp_mem.storage.routes import storage_of
 
 _HELP = """Show what a checkpoint consists of: tensors, byte items, segments and the files that
 describe it.
@@ -43,14 +36,7 @@ _MOST = 40
 )
 def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
     """Print what the checkpoint consists of."""
-    settings = common.settings()
-    checkpoint = find_one(
-        settings,
-        checkpoint_id,
-        searched_places(settings),
-        retry_policy=INTERACTIVE_RETRIES,
-    )
-    storage = storage_of(settings, INTERACTIVE_RETRIES)
+    settings, checkpoint, storage = common.find(checkpoint_id)
     inside = contents_of(settings, storage, checkpoint)
     common.screen.answer(**facts_of(checkpoint), **fields_of(inside))
     _show(

@@ -11,10 +11,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, repeating, subcommand
-from dcp_mem.cli.screen import age, colored, shown, size, table_of
+from dcp_mem.cli.screen import age, colored, size, table_of
 from dcp_mem.common.files import allocated_bytes, free_bytes
 from dcp_mem.common.progress_bar import state_text, transfer_text
-from dcp_mem.common.values import CheckpointStatus, State
+from dcp_mem.common.values import CheckpointStatus, State, shown
 from dcp_mem.config import memory_root_path
 from dcp_mem.flushing.agent_handle import is_alive
 from dcp_mem.memory.job import JobMemory, jobs_in

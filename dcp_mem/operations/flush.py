@@ -28,12 +28,8 @@ class Flushed:
 
 
 def promote(settings: Settings, newest: int | None = None, name: str | None = None) -> list[str]:
-    """Mean checkpoints for storage that were saved to stay in memory; return their names.
-
-    Only this node is told. Where several nodes hold a checkpoint, each of them must be told, or
-    their parts never come.
-
-    Raises ConfigError.
+    """Mean checkpoints for storage that were saved to stay in memory; return their names. Only this
+    node is told: others that hold a checkpoint must be told, too, or their parts never come.
     """
     if settings.url is None:
         raise ConfigError("nothing can be brought to storage without its URL: give the job's root")
@@ -61,15 +57,10 @@ def flush_now(
     show: Show | None = None,
     timeout: float | None = None,
 ) -> list[Flushed]:
-    """Wait until nothing in this node's memory awaits its flush.
-
-    Return what became of each checkpoint that did, newest first.
-
-    The node's agent does it, with the credentials of this process. Where a live job's own agent
-    knows what is pending, it is left to that agent and its credentials.
-
-    `is_promoted`: some of it was promoted, of which the job's agent doesn't know. `timeout`:
-    seconds; None waits for as long as it takes. Raises WaitTimeout, ConfigError.
+    """Wait until nothing in this node's memory awaits its flush; return what became of each, newest
+    first. The node's agent does it, with the credentials of this process. Where a live job's own
+    agent knows what is pending (nothing `is_promoted`), it is left to that agent and its
+    credentials.
     """
     if settings.url is None:
         raise ConfigError("nothing can be brought to storage without its URL: give the job's root")

@@ -29,11 +29,7 @@ _LARGEST = 1 << 63
 
 
 class Fate(str, Enum):
-    """The fate of a checkpoint, in words for people.
-
-    An enum of its own, because it groups what an `Outcome` tells apart: what was deleted had been
-    durable, a refusal or a text that isn't known is a failure, and no outcome yet means waiting.
-    """
+    """The fate of a checkpoint, in words for people; it groups what an `Outcome` tells apart."""
 
     DURABLE = "durable"  # also where retention has taken it off storage since
     MEMORY = "memory only"
@@ -59,10 +55,7 @@ def fate_of(row: HistoryRow) -> Fate:
 
 
 def flush_span(row: HistoryRow) -> tuple[float, float] | None:
-    """Return when the flush began and ended; None where it never ended well.
-
-    Both are in seconds since the epoch. Pauses between attempts are left out.
-    """
+    """Return when the flush began, without pauses, and ended; None where it never ended well."""
     is_durable = fate_of(row) is Fate.DURABLE and row.durable
     return (row.durable - row.flush_seconds, row.durable) if is_durable else None
 
@@ -117,10 +110,7 @@ class Totals:
 
 
 def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> History:
-    """Return all that is known of a job's past.
-
-    Raises StorageUnavailable, StorageRefused, MemoryRootRefused, MemoryUnavailable.
-    """
+    """Return all that is known of a job's past."""
     memory = job_memory(settings)
     local = memory.checkpoints() if memory is not None else []
     rows = memory.history() if memory is not None else []
@@ -195,11 +185,8 @@ def _stored_rows(storage: Storage) -> list[HistoryRow]:
 
 
 def _joined(rows: Sequence[HistoryRow], local: Sequence[LocalCheckpoint]) -> list[HistoryRow]:
-    """Return one row for each checkpoint.
-
-    The row that says "durable" or "deleted" counts, else the one that is said last.
-
-    `local`: the checkpoints in memory, whose own records are newer than any row.
+    """Return one row for each checkpoint: the one that says "durable" or "deleted", else the last.
+    The records of the checkpoints in memory are newer than any row.
     """
     found: dict[object, HistoryRow] = {}
     for row in [*filter(_is_sane, rows), *map(_row_of, local)]:

@@ -117,13 +117,8 @@ def delete(
 
 
 def evict(settings: Settings, name: str) -> tuple[int, str]:
-    """Take a checkpoint out of this node's memory.
-
-    Its memory goes back to the system, unless a live process holds the job and will save into it
-    again.
-
-    Returns the bytes that were freed, and why it is still there: because it is being read or
-    flushed ("" if it is gone). Raises MemoryRootRefused, MemoryUnavailable.
+    """Take a checkpoint out of this node's memory; return the bytes that were freed, and why it
+    stays. Its memory goes back to the system, unless a live process will save into it again.
     """
     memory = job_memory(settings)
     if memory is None:

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -61,11 +62,7 @@ class Gate(Protocol):
     """Lets the export through, bit by bit."""
 
     def wait(self, nbytes: int = 0) -> None:
-        """Wait while a flush is under way, and until so many bytes may be sent.
-
-        Args:
-            nbytes: Bytes that are about to be sent.
-        """
+        """Wait while a flush is under way, and until so many bytes may be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +90,12 @@ def make_directory(
     4. Read, convert and put each shard that isn't there yet.
     5. Put the index, and show the directory.
     6. Delete exports that aren't kept any more.
-
-    `gate`: is passed before each batch of reads, and before each part that is put. Raises
-    CheckpointNotFound, ConfigError, StorageUnavailable, StorageRefused.
     """
     token = _token(checkpoint.save_id, export)
     if storage.url.startswith("/"):
         os.makedirs(storage.url, exist_ok=True)  # as the umask asks for
-    place = _place(storage, checkpoint.name, token)
+    kind = _Directory if storage.url.startswith("/") else _Place
+    place = kind(storage, checkpoint.name, token)
     before = place.index()
     if before is not None and before.get("token") == token:
         return place.target
@@ -195,9 +190,8 @@ def _put_shards(
     shard_nbytes: int,
     gate: Gate,
 ) -> dict[str, str]:
-    """Put all shards that aren't there yet; return the file of each tensor.
-
-    One buffer, as long as the longest file, takes one shard after the other.
+    """Put all shards that aren't there yet; return the file of each tensor. One buffer, as long as
+    the longest file, takes one shard after the other.
     """
     sizes = {name: one.made.nbytes for name, one in tensors.items()}
     shards = list(cut_into_shards(sizes, shard_nbytes))
@@ -277,66 +271,57 @@ def _put(storage: Storage, key: str, data: torch.Tensor, gate: Gate) -> None:
 # -- where it is made ------------------------------------------------------------------------------
 
 
-class _Place(Protocol):
-    """Where one export is made.
+class _Place:
+    """Where one export is made: a prefix of an object store, whose index is put last.
 
-    Attributes:
-        storage: Of all exports.
-        target: Path or URL of the directory.
-        prefix: Key under which files are put.
-        stem: What the names of shards begin with.
+    Files are put under the key `prefix`; names of shards begin with `stem`.
     """
 
-    storage: Storage
-    target: str
-    prefix: str
-    stem: str
-
-    def index(self) -> dict[str, Any] | None:
-        """Return what the index of the directory says of its export; None where there is none.
-
-        Raises:
-            ConfigError: Something else is there under the name.
-        """
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file that this export's attempts have put so far."""
-
-    def show(self, index: bytes, belonging: set[str]) -> None:
-        """Put the index, and have readers see the directory.
-
-        Args:
-            index: The index.
-            belonging: Names of all files of the export; others go.
-        """
-
-
-def _place(storage: Storage, name: str, token: str) -> _Place:
-    if storage.url.startswith("/"):
-        return _Directory(storage, name, token)
-    return _Objects(storage, name, token)
-
-
-class _Directory:
-    """A directory of a file system: made under a hidden name beside its own."""
-
     def __init__(self, storage: Storage, name: str, token: str) -> None:
-        self.storage, self._name = storage, name
+        self.storage, self.name, self.prefix = storage, name, name
         self.target = os.path.join(storage.url, name)
-        self.prefix = f".{name}-{token}.part"
-        self.stem = f"model-{token}" if os.path.lexists(self.target) else "model"
+        self.stem = f"model-{token}"
 
     def index(self) -> dict[str, Any] | None:
-        found = _index(self.storage, self._name)
-        if found is None and os.path.lexists(self.target):
+        """Return what the index of the directory says of its export; None where there is none."""
+        found = _index(self.storage, self.name)
+        if found is None and self._is_taken():
             raise _not_ours(self.target)
         return found
 
+    def _is_taken(self) -> bool:
+        """Return whether something lies here that no export has made."""
+        return any(not _OWN_SHARD.fullmatch(one) for one in self._shards())
+
     def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file that this export's attempts have put so far."""
         return _sizes(self.storage, self.prefix)
 
     def show(self, index: bytes, belonging: set[str]) -> None:
-        for file in _sizes(self.storage, self.prefix).keys() - belonging:
+        """Put the index, and have readers see the directory; what doesn't belong to it goes."""
+        self.storage.put(f"{self.prefix}/{INDEX}", index)
+        for file in self._shards():
+            if file not in belonging:
+                self.storage.delete(f"{self.prefix}/{file}")
+
+    def _shards(self) -> list[str]:
+        return [one for one in self.sizes() if one.endswith(".safetensors")]
+
+
+class _Directory(_Place):
+    """A directory of a file system: made under a hidden name beside its own."""
+
+    def __init__(self, storage: Storage, name: str, token: str) -> None:
+        super().__init__(storage, name, token)
+        self.prefix = f".{name}-{token}.part"
+        if not os.path.lexists(self.target):
+            self.stem = "model"
+
+    def _is_taken(self) -> bool:
+        return os.path.lexists(self.target)
+
+    def show(self, index: bytes, belonging: set[str]) -> None:
+        for file in self.sizes().keys() - belonging:
             self.storage.delete(f"{self.prefix}/{file}")
         self.storage.put(f"{self.prefix}/{INDEX}", index)
         made = os.path.join(self.storage.url, self.prefix)
@@ -345,48 +330,17 @@ class _Directory:
             try:
                 files.swap_names(made, self.target)
             except OSError:  # a file system that can't, such as NFS
-                aside = _hide(self.storage, self._name)
+                aside = _hide(self.storage, self.name)
                 os.rename(made, self.target)
                 made = aside
             shutil.rmtree(made, ignore_errors=True)
         else:
             os.rename(made, self.target)
         files.sync_directory(self.storage.url)
-        self._remove_abandoned()
-
-    def _remove_abandoned(self) -> None:
-        """Remove what attempts have left that nobody goes on with."""
-        for entry in self.storage.ls(""):
+        for entry in self.storage.ls(""):  # what attempts have left that nobody goes on with
             is_old = 0.0 < entry.modified < time.time() - _ABANDONED_SECONDS
             if entry.is_directory and is_old and _PART.fullmatch(entry.name):
                 shutil.rmtree(os.path.join(self.storage.url, entry.name), ignore_errors=True)
-
-
-class _Objects:
-    """A prefix of an object store: its index is put last, and what doesn't belong to it goes."""
-
-    def __init__(self, storage: Storage, name: str, token: str) -> None:
-        self.storage, self.prefix = storage, name
-        self.target = f"{storage.url}/{name}"
-        self.stem = f"model-{token}"
-
-    def index(self) -> dict[str, Any] | None:
-        found = _index(self.storage, self.prefix)
-        if found is None and any(not _OWN_SHARD.fullmatch(one) for one in self._shards()):
-            raise _not_ours(self.target)
-        return found
-
-    def sizes(self) -> dict[str, int]:
-        return _sizes(self.storage, self.prefix)
-
-    def show(self, index: bytes, belonging: set[str]) -> None:
-        self.storage.put(f"{self.prefix}/{INDEX}", index)
-        for file in self._shards():
-            if file not in belonging:
-                self.storage.delete(f"{self.prefix}/{file}")
-
-    def _shards(self) -> list[str]:
-        return [one for one in self.sizes() if one.endswith(".safetensors")]
 
 
 def _sizes(storage: Storage, prefix: str) -> dict[str, int]:
@@ -423,8 +377,7 @@ def _delete_older(storage: Storage, job: str, keep: int) -> None:
             (tuple(found.get("number", ())), entry.name)
             for entry in storage.ls("")
             if entry.is_directory and not entry.name.startswith(".")
-            if (found := _index_of_any(storage, entry.name)) is not None
-            if found.get("job") == job
+            if (found := _index_of_any(storage, entry.name)).get("job") == job
         ]
         for _, name in sorted(own)[:-keep]:
             _delete(storage, name)
@@ -433,11 +386,10 @@ def _delete_older(storage: Storage, job: str, keep: int) -> None:
         log.warning("older exports in %s stay for now: %s", storage.url, error)
 
 
-def _index_of_any(storage: Storage, name: str) -> dict[str, Any] | None:
-    try:
-        return _index(storage, name)
-    except ConfigError:
-        return None
+def _index_of_any(storage: Storage, name: str) -> dict[str, Any]:
+    with contextlib.suppress(ConfigError):
+        return _index(storage, name) or {}
+    return {}
 
 
 def _delete(storage: Storage, name: str) -> None:

@@ -25,10 +25,7 @@ def tree_of(top: str) -> Tree:
 
 
 def open_up(directories: Sequence[str], top: str, before: Tree) -> None:
-    """Give what was written the modes that the umask asks for, as all other files get.
-
-    A job's own directory is private; an export is for others as well.
-    """
+    """Give what was written the modes that the umask asks for; a job's own directory is private."""
     mask = os.umask(0o077)
     os.umask(mask)
     for directory in directories:

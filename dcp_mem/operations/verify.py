@@ -81,12 +81,9 @@ class Observer(Protocol):
 def verify(
     settings: Settings, storage: Storage | None, checkpoint: CheckpointStatus, observer: Observer
 ) -> list[Verified]:
-    """Read a checkpoint wherever it lies, and return what each place has shown.
-
-    Storage comes first, because its checksums serve memory too. Memory has checksums of its own
-    only for what was copied between nodes; until the flush, the rest has none.
-
-    `storage`: the job's; None where it has none. Raises StorageUnavailable, StorageRefused.
+    """Read a checkpoint wherever it lies, and return what each place has shown. Storage comes
+    first, because its checksums serve memory too: until they have been made there, memory has none
+    of its own but of what was copied between nodes.
     """
     found: list[Verified] = []
     tables: Mapping[str, ItemTable] = {}

@@ -32,10 +32,7 @@ from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
 
 class OutgoingFiles:
-    """The files that this rank sends from, opened as they are needed, and leased until `close`.
-
-    `reused`: what needn't be sent of them.
-    """
+    """The files that this rank sends from, opened as they are needed, and leased until `close`."""
 
     def __init__(self, memory: JobMemory, task: ReplicationTask, tables: SegmentTables) -> None:
         self._memory, self._task, self._tables = memory, task, tables
@@ -55,10 +52,8 @@ class OutgoingFiles:
         go_on: Callable[[], None],
     ) -> Iterator[OutgoingChunk]:
         """Yield all that this rank sends for a plan: its parts, then checksums of segments.
-
-        `offer`: what this rank has voted on; None where nothing is decided. `register`: called with
-        memory that chunks lie in, before any of them. `go_on`: raises where the rest isn't wanted
-        any more.
+        `register` is called with memory before chunks of it; `go_on` raises where the rest isn't
+        wanted.
         """
         verdict = bytearray(1)
         if offer is not None:
@@ -208,19 +203,15 @@ class OutgoingFiles:
 
 
 class OutgoingFile:
-    """A file that is sent, in whole or in part, to one rank or several.
-
-    The checksums of its items are computed once, by the threads that send its chunks.
+    """A file that is sent, in whole or in part, to one rank or several. The checksums of its items
+    are computed once, by the threads that send its chunks.
     """
 
     def __init__(
         self, nbytes: int, read: Read, table: ItemTable | None = None, mapped: Any = b""
     ) -> None:
-        """Describe the file.
-
-        `read`: returns its bytes [start, stop). `table`: its items; None for what is no segment, or
-        isn't sent as a whole. `mapped`: the mapping that `read` returns views of; it may be shorter
-        than the file.
+        """Describe the file. `table`: its items, if it is a segment that is sent as a whole.
+        `mapped`: the mapping that `read` returns views of; it may be shorter than the file.
         """
         self.nbytes, self.read, self._table = nbytes, read, table
         self.mapped = memoryview(mapped)
@@ -326,10 +317,7 @@ def of_slot(
 
 
 def of_file(path: str, nbytes: int, table: ItemTable | None, resources: ExitStack) -> OutgoingFile:
-    """Return a file of a checkpoint on this node.
-
-    `table`: its items; None for what is no segment, or isn't sent as a whole.
-    """
+    """Return a file of a checkpoint on this node; with its items, if it is sent as a whole."""
     descriptor = _leased(path, resources)
     mapped = lent(descriptor, 0, nbytes) if nbytes else memoryview(b"")
     return OutgoingFile(nbytes, lambda start, stop: mapped[start:stop], table, mapped)

@@ -62,18 +62,13 @@ class _Progress:
 
 
 class Worker:
-    """Does one rank's part.
-
-    `amount`: what all ranks have sent; known once `run` has returned, and nothing has failed.
-    """
+    """Does one rank's part. `amount` is what all ranks have sent, once `run` has succeeded."""
 
     def __init__(
         self, memory: JobMemory, slots: SlotPool, task: ReplicationTask, cancelled: threading.Event
     ) -> None:
-        """Prepare the task.
-
-        `slots`: where the slots of the task come from, and go back to. `cancelled`: set it to end
-        the task, on all ranks; set by this where another rank did so.
+        """Prepare the task; `cancelled` ends it, on all ranks, and is set where another rank did
+        so.
         """
         self._memory, self._slots, self._task, self._cancelled = memory, slots, task, cancelled
         self._ranks, self._manifest, self._rank = task.ranks, task.manifest, task.ranks.rank
@@ -312,10 +307,9 @@ class Worker:
     # -- 2. agreeing -------------------------------------------------------------------------------
 
     def _agree(self) -> Failures:
-        """Tell all ranks how far this one is, until all are done; return all ranks' failures.
-
-        A rank that is done waits for slower ranks for as long as each of them takes part in the
-        rounds: only a rank that misses one is given up.
+        """Tell all ranks how far this one is, until all are done; return all ranks' failures. A
+        rank that is done waits for slower ranks for as long as each of them takes part in the
+        rounds.
         """
         while True:
             deadline = time.monotonic() + min(_LONGEST_ROUND, self._task.timeout / 4)
@@ -351,9 +345,8 @@ class Worker:
     # -- 3. and 4. ending --------------------------------------------------------------------------
 
     def _keep_checksums(self) -> None:
-        """Write the checksums of this rank's own segment beside it; once.
-
-        A copy that is read, or a segment that is rebuilt, is verified by them (invariant 1).
+        """Write the checksums of this rank's own segment beside it; once. They verify copies that
+        are read and segments that are rebuilt (invariant 1).
         """
         if self._task.own_slot is None or self._has_kept_checksums:
             return

@@ -28,7 +28,7 @@ def _save(job: Job, value: float, *, persist: bool = True) -> str:
     with job.writer(agent="thread", persist=persist) as writer:
         state = {name: torch.full((NUMBERS,), value) for name in ("a", "b")}
         dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
-        return find_one(writer.settings, "step-1", "").save_id
+        return find_one(writer.settings, "step-1").save_id
 
 
 def _export(job: Job, *arguments: str) -> Result:
