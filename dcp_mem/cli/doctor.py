@@ -44,13 +44,14 @@ _COLORS = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold r
     help="With --peers: also try and measure what copies go by.",
 )
 def command(common: CommonOptions, is_of_peers: bool, transport: str | None) -> int:
-    """Print each check; return 1 if one fails."""
     if transport and not is_of_peers:
         raise click.UsageError("--transport goes with --peers")
     if transport:
         transport_point(transport)
     checks = []
-    for check in _checks_of_peers(transport) if is_of_peers else _checks_of_machine(common):
+    root, url = memory_root_path(common.memory_root), root_url(common.root)
+    of_machine = examine(root, url, common.storage_options)
+    for check in _checks_of_peers(transport) if is_of_peers else of_machine:
         checks.append(check)
         _show(common, check)
     if is_of_peers and not checks:
@@ -58,12 +59,6 @@ def command(common: CommonOptions, is_of_peers: bool, transport: str | None) -> 
     is_failed = any(check.verdict == Severity.FAIL for check in checks)
     common.screen.answer(is_failed=is_failed, checks=checks)
     return 1 if is_failed else 0
-
-
-def _checks_of_machine(common: CommonOptions) -> Iterator[Check]:
-    return examine(
-        memory_root_path(common.memory_root), root_url(common.root), common.storage_options
-    )
 
 
 def _checks_of_peers(transport: str | None) -> Iterator[Check]:

@@ -74,7 +74,6 @@ def command(
     trust: bool,
     target_option: tuple[str, ...],
 ) -> int:
-    """Write the checkpoint in the form that is asked for."""
     if prefix and kind != "safetensors":
         raise ConfigError("--prefix is for --format safetensors")
     settings, checkpoint, storage = common.find(checkpoint_id)

@@ -41,7 +41,6 @@ Examples:
     "--timeout", metavar="SECONDS", type=float, help="Stop waiting then; the agent goes on."
 )
 def command(common: CommonOptions, is_all: bool, newest: int | None, timeout: float | None) -> int:
-    """Flush and print the outcome of each checkpoint; return 1 if one didn't get to storage."""
     settings = common.settings()
     if newest is not None and not is_all:
         raise click.UsageError("--newest needs --all")

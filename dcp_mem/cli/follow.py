@@ -76,7 +76,6 @@ def command(
     times: int | None,
     seconds: float,
 ) -> int:
-    """Print checkpoints as they come, or run a command for each."""
     settings = common.settings()
     words = _words(text)
     log.setLevel(min(log.level, logging.WARNING))  # What is passed over is said by the follower.

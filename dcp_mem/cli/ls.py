@@ -37,7 +37,6 @@ Examples:
 
 @subcommand("ls", _HELP, needs_root=False)
 def command(common: CommonOptions) -> int:
-    """Print a table of checkpoints, or of all jobs in memory; return 1 if none can be loaded."""
     if common.root is None and common.job is None:
         return _list_jobs(common.screen, memory_root_path(common.memory_root))
     settings = common.settings()

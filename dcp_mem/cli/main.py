@@ -113,12 +113,8 @@ def _print_error(
     click.echo(
         f"{click.style('error:', fg='red', bold=True)} {message}",
         err=True,
-        color=_wants_color(arguments),
+        color=False if "--no-color" in arguments or os.environ.get("NO_COLOR") else None,
     )
-
-
-def _wants_color(arguments: Sequence[str]) -> bool | None:
-    return False if "--no-color" in arguments or os.environ.get("NO_COLOR") else None
 
 
 @click.group(

@@ -29,8 +29,6 @@ INTERACTIVE_RETRIES = RetryPolicy(tries=4, longest_pause_seconds=4.0, deadline_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions:
-    """The values of the options that all commands have in common."""
-
     screen: Screen
     root: str | None  # the job's URL or directory; None where there is none
     memory_root: str | None

@@ -31,7 +31,6 @@ Examples:
 @click.option("--why", metavar="TEXT", help="The reason, for people.")
 @click.option("--undo", is_flag=True, help="Take the mark back.")
 def command(common: CommonOptions, checkpoint_id: str, why: str | None, undo: bool) -> int:
-    """Mark the checkpoint, or take its mark back."""
     settings = common.settings()
     if undo == bool(why):
         raise click.UsageError("give either --why TEXT or --undo")

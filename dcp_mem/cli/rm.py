@@ -33,8 +33,6 @@ Examples:
 
 @dataclass(frozen=True, slots=True)
 class _Removed:
-    """The result of removing the checkpoints under one name."""
-
     name: str
     freed_nbytes: int
     kept: str  # why it is still there; "" if it is gone
@@ -49,7 +47,6 @@ class _Removed:
     help="Also remove the newest durable checkpoint, and what is being read from storage.",
 )
 def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool) -> int:
-    """Remove the checkpoints; return 1 if one stays."""
     settings = common.settings()
     known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
     wanted = {one.name for one in find_all(known, ids, settings)}

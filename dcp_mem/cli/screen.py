@@ -171,7 +171,6 @@ class Bytes:
 def table_of(
     columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, is_wrapped: bool = False
 ) -> Table:
-    """Return the table that `Screen.table` prints."""
     used = [number for number in range(len(columns)) if any(len(row[number]) for row in rows)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number in used:
@@ -223,7 +222,6 @@ def moment(seconds: float) -> str:
 
 
 def state(checkpoint: CheckpointStatus) -> Text:
-    """Return a checkpoint's state for people, coloured."""
     if checkpoint.problem:
         return Text("damaged", "bold red")
     if checkpoint.rejected:
@@ -232,7 +230,6 @@ def state(checkpoint: CheckpointStatus) -> Text:
 
 
 def colored(state: State, more: str = "") -> Text:
-    """Return a state in its colour."""
     return Text(state.value + more, _COLORS.get(state, ""))
 
 
@@ -244,7 +241,6 @@ def problem(checkpoint: CheckpointStatus) -> Text:
 
 
 def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
-    """Return a checkpoint as it is in JSON."""
     return {name: getattr(checkpoint, name if name != "bytes" else "nbytes") for name in _FACTS}
 
 
@@ -255,7 +251,6 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, int)):

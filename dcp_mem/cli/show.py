@@ -35,7 +35,6 @@ _MOST = 40
     help=f"List everything, not only the first {_MOST} of each kind.",
 )
 def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
-    """Print what the checkpoint consists of."""
     settings, checkpoint, storage = common.find(checkpoint_id)
     inside = contents_of(settings, storage, checkpoint)
     common.screen.answer(**facts_of(checkpoint), **fields_of(inside))
@@ -51,6 +50,7 @@ def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
 def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: int) -> None:
     transfer = checkpoint.transfer
     sent, reused = checkpoint.replication_sent_nbytes, checkpoint.replication_reused_nbytes
+    saved_by = f"{_count(checkpoint.world_size, 'rank')} on {_count(len(inside.nodes), 'node')}"
     rows: list[list[str | Text]] = [
         ["name", Text(checkpoint.name, "bold")],
         ["save id", checkpoint.save_id or "none: written by torch"],
@@ -65,7 +65,7 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
         ["copies", _moved(sent, reused, "")],
         ["upload", _moved(transfer.sent_nbytes, transfer.reused_nbytes, " on storage")],
         ["export", _export(checkpoint)],
-        ["saved by", _savers(checkpoint, inside)],
+        ["saved by", saved_by if checkpoint.world_size else ""],
         ["catalog", inside.catalog],
     ]
     for name, value in rows:
@@ -148,12 +148,6 @@ def _show_files(screen: Screen, inside: Contents, most: int) -> None:
     _heading(screen, "manifests on storage", inside.manifests, most)
     for file in inside.manifests[:most]:
         screen.line(file)
-
-
-def _savers(checkpoint: CheckpointStatus, inside: Contents) -> str:
-    if not checkpoint.world_size:
-        return ""
-    return f"{_count(checkpoint.world_size, 'rank')} on {_count(len(inside.nodes), 'node')}"
 
 
 def _heading(screen: Screen, what: str, parts: Sequence[object], most: int) -> None:

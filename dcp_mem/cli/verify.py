@@ -35,7 +35,6 @@ _MOST = 20
 @subcommand("verify", _HELP)
 @click.argument("checkpoint_id", metavar="[ID]", required=False)
 def command(common: CommonOptions, checkpoint_id: str | None) -> int:
-    """Print a verdict for each checkpoint and place, and all damages; return 1 if there are any."""
     settings = common.settings()
     screen = common.screen
     with screen.stage("looking for checkpoints"):

@@ -36,8 +36,6 @@ Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A job at this moment."""
-
     name: str
     is_live: bool
     nbytes: int
@@ -49,7 +47,6 @@ class _Job:
 @subcommand("watch", _HELP, needs_root=False)
 @repeating("looks", shortest_seconds=0.1)
 def command(common: CommonOptions, seconds: float, times: int | None) -> int:
-    """Print the jobs in memory again and again."""
     root = memory_root_path(common.memory_root)
     wanted = None if common.root is None and common.job is None else common.settings()
     speeds = _Speeds()
@@ -149,7 +146,6 @@ def _row(one: CheckpointStatus, speeds: _Speeds) -> list[str | Text]:
 
 
 def _flush_progress(one: CheckpointStatus, speeds: _Speeds) -> str | Text:
-    """Return what there is to say of a checkpoint's flush."""
     speed = speeds.of(one)
     if one.state is State.DURABLE or not one.persist:
         return "" if one.persist else Text("stays in memory", "dim")

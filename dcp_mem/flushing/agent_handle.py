@@ -41,7 +41,6 @@ def log_path(root: str) -> str:
 
 
 def is_alive(root: str) -> bool:
-    """Return whether this memory root's agent runs."""
     try:
         descriptor = os.open(os.path.join(root, ".agent", "lock"), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

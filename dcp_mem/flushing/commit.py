@@ -38,7 +38,6 @@ from dcp_mem.flushing.parts import (
     Parts,
     catalog_of,
     committed_metadata,
-    committed_save_id,
     drop_part,
     has_new_catalog,
     parts_of,
@@ -140,8 +139,9 @@ def _flush(job: FlushJob) -> bool:
     # Looked at again: taking parts over may have taken minutes.
     refuse_to_bring_back(job)
     refuse_to_come_late(job, parts)
-    if not job.takes_rejected:
-        _refuse_rejected(job)
+    why = rejection_in(job.checkpoint.directory, manifest.save_id)
+    if why and not job.takes_rejected:
+        raise Superseded(f"rejected: {why}")
     with job.meter.stage("commit"):
         replaced = commit(job)
     # A newer run may have taken the storage meanwhile, and may be replacing what was committed.
@@ -156,20 +156,13 @@ def _flush(job: FlushJob) -> bool:
     return True
 
 
-def _refuse_rejected(job: FlushJob) -> None:
-    """Raise Superseded where the checkpoint has been rejected meanwhile."""
-    why = rejection_in(job.checkpoint.directory, job.checkpoint.manifest.save_id)
-    if why:
-        raise Superseded(f"rejected: {why}")
-
-
 def _check_that_all_parts_are_stored(job: FlushJob, parts: Parts) -> None:
     """Raise NotYet unless every node's part is stored, and the commit is this node's to make."""
     missing = parts.missing()
     for node in missing:
         if node in job.lost:
             raise NotYet(_missing_of_lost(job, parts, node))
-    if not job.may_commit:
+    if job.checkpoint.manifest.committer not in {job.node, *job.lost}:
         job.check_ownership()  # the committer will not commit it any more, if another run has it
         raise NotYet(f"node {job.checkpoint.manifest.committer} has not committed it yet")
     if missing:
@@ -237,7 +230,7 @@ def _is_in_memory(checkpoint: LocalCheckpoint) -> bool:
 def refuse_to_overwrite(job: FlushJob) -> None:
     """Make sure that no other checkpoint of the name is committed, where overwrite=False."""
     manifest = job.checkpoint.manifest
-    if job.overwrite or committed_save_id(job.storage, manifest) == manifest.save_id:
+    if job.overwrite or manifest.save_id.encode() in committed_metadata(job):
         return
     listed = {entry.name for entry in job.storage.ls(manifest.name)}
     if names.metadata_file(manifest.scope) in listed:
@@ -264,7 +257,7 @@ def refuse_to_come_late(job: FlushJob, parts: Parts) -> None:
     """Raise Superseded where a newer attempt of the name is committed, maybe on other nodes."""
     manifest = job.checkpoint.manifest
     others = list(parts.other_attempts())
-    committed = committed_metadata(job.storage, manifest) if others else b""
+    committed = committed_metadata(job) if others else b""
     for save_id in others:
         other = _stored_manifest(job, save_id) if save_id.encode() in committed else None
         if other is not None and is_newer(other.place, manifest.place):
@@ -297,7 +290,7 @@ def commit(job: FlushJob) -> bytes:
     key = job.key(names.metadata_file(manifest.scope))
     # In this order: what another run commits after the first line lets the put fail, and what it
     # has committed before lets the check fail.
-    before = committed_metadata(job.storage, manifest)
+    before = committed_metadata(job)
     job.check_ownership()
     _check_that_all_segments_are_stored(job)
     if not job.may_commit_now():
@@ -356,7 +349,7 @@ def _is_committed(job: FlushJob) -> bool:
     after the commit. The manifest is put before `.metadata`: only both together show a commit.
     """
     manifest = job.checkpoint.manifest
-    metadata = committed_metadata(job.storage, manifest)
+    metadata = committed_metadata(job)
     if manifest.save_id.encode() not in metadata:
         return False
     if manifest.committer != job.node:

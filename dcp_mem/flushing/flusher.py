@@ -97,7 +97,6 @@ class JobFlusher:
             self.retry()
 
     def retry(self) -> None:
-        """Make everything due that has failed."""
         self.queue.retry()
         self._mark_retry = self._mark_retry and _Retry()
 
@@ -333,7 +332,6 @@ class JobFlusher:
             attempt.note_waiting()
 
     def _skip(self, attempt: FlushAttempt, reason: str) -> None:
-        """Record that the checkpoint isn't tried any more."""
         checkpoint = attempt.checkpoint
         record = attempt.ended(Outcome.SKIPPED, error=reason)
         self.queue.record(attempt.memory, checkpoint, record)
@@ -372,7 +370,6 @@ def _is_unclaimed(memory: JobMemory, checkpoint: LocalCheckpoint) -> bool:
 
 
 def _is_superseded(memory: JobMemory, checkpoint: LocalCheckpoint) -> bool:
-    """Return whether a newer checkpoint is durable."""
     return any(
         other.flush.outcome == Outcome.DURABLE and _is_newer(other, checkpoint)
         for other in memory.checkpoints()

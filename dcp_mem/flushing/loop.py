@@ -98,7 +98,6 @@ class FlushLoop:
         return any(job.flush_next() for job in sorted(self._jobs(), key=lambda one: one.last_turn))
 
     def retry(self) -> None:
-        """Make everything due that has failed."""
         for job in self._jobs():
             job.retry()
 
@@ -126,7 +125,6 @@ class FlushThread(FlushLoop):
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the checkpoint that it is at."""
         super().stop()
         self._thread.join(timeout=_DRAIN_SECONDS)
 

@@ -80,7 +80,6 @@ class Meter:
 
     @contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:
-        """Time what runs meanwhile, as this stage."""
         with self._lock:
             self._stage, self._since = stage, time.monotonic()
         try:
@@ -91,7 +90,6 @@ class Meter:
                 self._stage = None
 
     def transfer(self) -> Transfer:
-        """Return the figures up to now, of all attempts."""
         with self._lock:
             return self._at(time.monotonic())
 

@@ -16,7 +16,7 @@ from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.policy.order import is_newer
-from dcp_mem.storage import Entry, OfOneFile, Storage
+from dcp_mem.storage import OfOneFile, Storage
 
 _OWN = re.compile(r"(?:node|manifest|segment|ticket|rejected)-([0-9a-f]{8})(?:-.*)?\.json")
 _CATALOG = re.compile(r"catalog-[0-9a-f]+")
@@ -113,7 +113,7 @@ def delete_checkpoint(storage: Storage, name: str) -> int:
 
 def delete_attempt(storage: Storage, name: str, save_id: str) -> None:
     """Delete what one attempt has put under a name; what attempts share if there is no other."""
-    found = sorted(_files(storage, name), key=_inner_first)
+    found = sorted(_files(storage, name), key=lambda one: one.key)  # inner directories first
     is_only = {one.save_id for one in found if not one.is_ticket} <= {save_id, ""}
     for one in found:
         if (one.save_id == save_id or is_only) and not _is_drop(storage, one):
@@ -141,20 +141,19 @@ def orphans(storage: Storage, older_than: float) -> list[Orphan]:
             found += under
         elif is_committed:
             found += [one for one in under if one.is_unfinished and 0.0 < one.modified < cutoff]
-    return sorted(found, key=_inner_first)
+    return sorted(found, key=lambda one: one.key)
 
 
 def _files(storage: Storage, name: str) -> Iterator[Orphan]:
-    """Yield what attempts have put under a name."""
-    for entry in storage.ls(name):
-        match = names.SEGMENT.fullmatch(entry.name)
-        if match is not None:
-            yield _orphan(f"{name}/{entry.name}", entry, match[3])
-    for entry in storage.ls(f"{name}/{names.OWN}"):
-        match = _OWN.fullmatch(entry.name)
-        if match is not None or _CATALOG.fullmatch(entry.name):
-            key, save_id = f"{name}/{names.OWN}/{entry.name}", "" if match is None else match[1]
-            yield _orphan(key, entry, save_id)
+    for prefix, patterns in ((name, (names.SEGMENT,)), (f"{name}/{names.OWN}", (_OWN, _CATALOG))):
+        for entry in storage.ls(prefix):
+            if any(pattern.fullmatch(entry.name) for pattern in patterns):
+                yield Orphan(
+                    key=f"{prefix}/{entry.name}",
+                    nbytes=entry.nbytes,
+                    modified=entry.modified,
+                    save_id=_save_id_of(entry.name) or "",
+                )
     for left in storage.unfinished(name):
         attempt = _save_id_of(left.key.rpartition("/")[2])
         if attempt is not None and left.key.startswith(f"{name}/"):
@@ -171,15 +170,6 @@ def _save_id_of(file: str) -> str | None:
     if own is not None:
         return own[1]
     return "" if _CATALOG.fullmatch(file) or _METADATA.fullmatch(file) else None
-
-
-def _inner_first(one: Orphan) -> str:
-    """Order what is removed: each directory goes with its last file, so inner ones come first."""
-    return one.key
-
-
-def _orphan(key: str, entry: Entry, save_id: str) -> Orphan:
-    return Orphan(key=key, nbytes=entry.nbytes, modified=entry.modified, save_id=save_id)
 
 
 def _is_drop(storage: Storage, one: Orphan) -> bool:

@@ -39,7 +39,6 @@ class Ownership:
 
     @property
     def storage(self) -> Storage:
-        """The job's root."""
         return self._storage
 
     def claim(self) -> None:
@@ -65,7 +64,6 @@ class Ownership:
             raise self._taken(newest)
 
     def is_own(self, run: str) -> bool:
-        """Return whether this memory acts for a run."""
         return run in self._lineage()
 
     def may_delete(self, run: str) -> bool:
@@ -102,7 +100,6 @@ class Ownership:
         return missing
 
     def _claimed(self) -> dict[str, int]:
-        """Return the newest claim of each run."""
         return {run: generation for generation, (run, _) in sorted(self._claims.items())}
 
     def _note(self, runs: dict[str, int]) -> None:

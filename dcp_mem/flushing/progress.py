@@ -46,18 +46,15 @@ class FlushAttempt:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the attempt began."""
         return time.monotonic() - self._started
 
     def meter(self, storage: RetryingStorage) -> Meter:
-        """Return what counts this attempt on its way to the storage."""
         self._meter = Meter(self._before, retries=lambda: storage.retries, report=self._report)
         return self._meter
 
     def ended(
         self, outcome: Outcome, *, error: str = "", durable: float = 0.0, again: float = 0.0
     ) -> FlushRecord:
-        """Return the record of the attempt, which has ended now."""
         found = self._record("", self._meter.transfer())
         attempts, durable = found.attempts + 1, durable or found.durable
         return replace(

@@ -58,8 +58,6 @@ class FlushState:
 
 
 class FlushQueue:
-    """One job's checkpoints that await their flush."""
-
     def __init__(self, root: str, job: str) -> None:
         self.job = job
         self._root = root
@@ -76,7 +74,6 @@ class FlushQueue:
         return JobMemory(self._root, self.job)
 
     def is_live(self) -> bool:
-        """Return whether a trainer of the job lives on this node."""
         is_live = job_is_live(os.path.join(self._root, self.job))
         if is_live:
             self._last_live = time.monotonic()
@@ -95,7 +92,6 @@ class FlushQueue:
             return []
 
     def pending(self) -> list[LocalCheckpoint]:
-        """Return what awaits its flush, newest first."""
         ended = {
             save_id
             for save_id, (_, _, record) in list(self._unwritten.items())
@@ -116,7 +112,6 @@ class FlushQueue:
         return min(due, key=lambda one: self.known_state(one).failures, default=None)
 
     def due_times(self) -> list[float]:
-        """Return when each pending checkpoint is due."""
         return [self.known_state(one).due for one in self.pending()]
 
     def is_busy(self) -> bool:
@@ -131,7 +126,6 @@ class FlushQueue:
         )
 
     def retry(self) -> None:
-        """Make everything due that has failed."""
         for state in list(self._states.values()):
             state.due = 0.0
 
@@ -144,7 +138,6 @@ class FlushQueue:
         return self._states.get(checkpoint.manifest.save_id) or FlushState()
 
     def end(self, checkpoint: LocalCheckpoint) -> None:
-        """Forget the state of a flush that is done."""
         self._states.pop(checkpoint.manifest.save_id, None)
 
     def record(self, memory: JobMemory, checkpoint: LocalCheckpoint, record: FlushRecord) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dcp_mem.common.log import log
@@ -82,10 +83,15 @@ class Retainer:
     def _look_for_rejections(self, storage: Storage, of: Collection[str]) -> None:
         """See which checkpoints have been rejected meanwhile, or aren't any more."""
         ordered = sorted(of)
-        marked = in_daemons(lambda name: _rejected(storage, name), ordered)
-        for name, rejected in zip(ordered, marked, strict=True):
+
+        def rejected_in(name: str) -> frozenset[str] | None:
+            with suppress(OfOneFile):
+                return rejected_saves(storage, name)
+            return None
+
+        for name, rejected in zip(ordered, in_daemons(rejected_in, ordered), strict=True):
             known = self._known.pop(name)
-            if rejected is None:  # it is looked at again next time
+            if rejected is None:  # it can't be read, and is looked at again next time
                 continue
             candidate = replace(known.candidate, rejected=known.save_id in rejected)
             self._known[name] = replace(known, candidate=candidate)
@@ -107,14 +113,6 @@ class Retainer:
             self._known.pop(name, None)
             if known is not None:
                 self._known[name] = known
-
-
-def _rejected(storage: Storage, name: str) -> frozenset[str] | None:
-    """Return the rejected saves of a name; None where they can't be read."""
-    try:
-        return rejected_saves(storage, name)
-    except OfOneFile:
-        return None
 
 
 def _delete(storage: Storage, name: str, known: _Known) -> bool:

@@ -45,7 +45,6 @@ class StoredSegment:
 
     @property
     def source(self) -> Source:
-        """What an upload needs to copy from it."""
         return Source(self.key, self.nbytes, self.parts.etag)
 
 

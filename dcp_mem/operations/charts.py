@@ -33,8 +33,6 @@ _LEAST_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A grid line with its label."""
-
     at: float
     label: str
 
@@ -79,8 +77,6 @@ def _clock(moment: float, interval: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened, as a bar."""
-
     at: float
     width: float
     kind: str
@@ -144,8 +140,6 @@ def _paths(columns: Mapping[int, Mapping[str, int]], width: float, seen: str) ->
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """A value on a chart."""
-
     x: float
     y: float
     title: str
@@ -153,8 +147,6 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values over time."""
-
     line: str  # data of an SVG path through the values, or through the medians of stretches of time
     # data of an SVG path around the values of each stretch, where there are too many for dots
     band: str

@@ -47,8 +47,6 @@ _PLAIN = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor of a checkpoint."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -67,8 +65,6 @@ class ByteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentFile:
-    """One rank's file."""
-
     file: str
     rank: int
     node: str  # the node that saved it; "" for a checkpoint that torch wrote
@@ -79,8 +75,6 @@ class SegmentFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The contents of a checkpoint."""
-
     tensors: tuple[Tensor, ...]
     items: tuple[ByteItem, ...]
     segments: tuple[SegmentFile, ...]

@@ -46,8 +46,6 @@ _LOCK_OF_DIRECTORIES = ".dcp_mem/lock"
 
 
 class Severity(str, Enum):
-    """The result of a check."""
-
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -55,8 +53,6 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked."""
-
     name: str
     verdict: Severity
     found: str

@@ -56,8 +56,6 @@ from dcp_mem.storage.routes import open_storage
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result of an export."""
-
     target: str
     files: tuple[str, ...]  # paths or keys, in the order in which they were written
     nbytes: int

@@ -19,7 +19,7 @@ from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.recoveries import recoveries_in
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
-from dcp_mem.storage import OfOneFile, Storage
+from dcp_mem.storage import OfOneFile
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
 from dcp_mem.storage.routes import storage_of
 
@@ -32,7 +32,7 @@ class Fate(str, Enum):
     """The fate of a checkpoint, in words for people; it groups what an `Outcome` tells apart."""
 
     DURABLE = "durable"  # also where retention has taken it off storage since
-    MEMORY = "memory only"
+    MEMORY_ONLY = "memory only"
     WAITING = "on its way"
     SUPERSEDED = "superseded"  # a newer one was flushed in its place
     SKIPPED = "skipped"
@@ -42,7 +42,7 @@ class Fate(str, Enum):
 _FATES = {  # By the text of a row; a damaged row may hold any text.
     Outcome.DURABLE.value: Fate.DURABLE,
     Outcome.DELETED.value: Fate.DURABLE,
-    Outcome.EVICTED.value: Fate.MEMORY,
+    Outcome.EVICTED.value: Fate.MEMORY_ONLY,
     Outcome.SUPERSEDED.value: Fate.SUPERSEDED,
     Outcome.SKIPPED.value: Fate.SKIPPED,
     Outcome.NONE.value: Fate.WAITING,
@@ -68,8 +68,6 @@ def flush_throughput(row: HistoryRow) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A job's past."""
-
     job: str
     url: str | None  # its root on storage; None where storage wasn't asked
     # a row for each checkpoint, and for each save that never began; oldest first
@@ -110,7 +108,6 @@ class Totals:
 
 
 def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> History:
-    """Return all that is known of a job's past."""
     memory = job_memory(settings)
     local = memory.checkpoints() if memory is not None else []
     rows = memory.history() if memory is not None else []
@@ -119,7 +116,9 @@ def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> 
     storage = storage_of(settings, retry_policy)
     if storage is not None:
         try:
-            rows = [*_stored_rows(storage), *rows]
+            rows = [*from_csv(storage.get(names.job_file(HISTORIES))), *rows]
+        except StorageKeyMissing:
+            pass
         except (ManifestInvalid, OfOneFile) as error:
             troubles.append(f"{HISTORIES} in {settings.url} can't be read: {error}")
         try:
@@ -143,19 +142,14 @@ def totals(history: History) -> Totals:
     checkpoints, recoveries = history.checkpoints, history.recoveries
     saves = [one for one in checkpoints if one.save_id]
     flushes = [one for one in checkpoints if flush_span(one) is not None]
-    counts = {fate: sum(fate_of(one) is fate for one in checkpoints) for fate in Fate}
+    counts = {one.name.lower(): sum(fate_of(row) is one for row in checkpoints) for one in Fate}
     moments = [one.created for one in checkpoints] + [one.time for one in recoveries]
     moments += [one.durable for one in flushes]
     first, last = min(moments, default=0.0), max(moments, default=0.0)
     blocked = [one.stage_seconds for one in saves]
     return Totals(
         saves=len(saves),
-        durable=counts[Fate.DURABLE],
-        memory_only=counts[Fate.MEMORY],
-        waiting=counts[Fate.WAITING],
-        superseded=counts[Fate.SUPERSEDED],
-        skipped=counts[Fate.SKIPPED],
-        failed=counts[Fate.FAILED],
+        **counts,
         recoveries=len(recoveries),
         first=first,
         last=last,
@@ -175,13 +169,6 @@ def totals(history: History) -> Totals:
 def _median(values: Iterable[float]) -> float:
     found = list(values)
     return median(found) if found else 0.0
-
-
-def _stored_rows(storage: Storage) -> list[HistoryRow]:
-    try:
-        return from_csv(storage.get(names.job_file(HISTORIES)))
-    except StorageKeyMissing:
-        return []
 
 
 def _joined(rows: Sequence[HistoryRow], local: Sequence[LocalCheckpoint]) -> list[HistoryRow]:

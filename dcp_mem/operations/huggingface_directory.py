@@ -59,8 +59,6 @@ _MOST_ENTRIES = 8
 
 
 class Gate(Protocol):
-    """Lets the export through, bit by bit."""
-
     def wait(self, nbytes: int = 0) -> None:
         """Wait while a flush is under way, and until so many bytes may be sent."""
 

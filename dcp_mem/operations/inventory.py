@@ -117,7 +117,6 @@ def job_memory(settings: Settings) -> JobMemory | None:
 
 
 def in_memory(settings: Settings) -> list[CheckpointStatus]:
-    """List the checkpoints in this node's memory, newest first."""
     memory = job_memory(settings)
     return [] if memory is None else _of_job(memory)
 

@@ -20,7 +20,6 @@ def missing_directories(path: str) -> list[str]:
 
 
 def tree_of(top: str) -> Tree:
-    """Return what lies in a tree now."""
     return {path: _identity(found) for path, found in _walk(top)}
 
 

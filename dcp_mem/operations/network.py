@@ -59,8 +59,6 @@ Node = TypeVar("Node", bound=MeasuredNode)
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNetwork(MeasuredNode):
-    """One node's view of the network."""
-
     address: str
     interface: str  # whose address that is; "" where it isn't known
     speed: float | None  # of the interface, in bit/s; None where the kernel doesn't know it
@@ -73,8 +71,6 @@ class NodeNetwork(MeasuredNode):
 @sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTransport(MeasuredNode):
-    """One node's figures."""
-
     trouble: str  # why the transport doesn't work between this node and a neighbour; "" if it does
     devices: Sequence[str] = ()  # its cards that do RDMA and have a link
     # bytes that this process may lock, as a card needs; None: as many as it likes
@@ -111,7 +107,6 @@ def measure_network(
 
 
 def judge_network(nodes: Sequence[NodeNetwork]) -> Iterator[Check]:
-    """Yield a check for each thing that the nodes' figures tell."""
     yield _interfaces(nodes)
     yield _wrong_cards(nodes)
     latency = statistics.median(node.latency for node in nodes)
@@ -312,7 +307,6 @@ class _Ring:
 
 
 def judge_transport(nodes: Sequence[NodeTransport], choice: str) -> Iterator[Check]:
-    """Yield a check for each thing that the nodes' figures tell."""
     yield _cards(nodes)
     if choice != "gloo":
         yield _locked_memory(nodes)

@@ -59,8 +59,6 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A series under its title."""
-
     title: str
     series: Series
     summary: str  # the same in words, for people who can't see it
@@ -150,7 +148,6 @@ def _error(one: HistoryRow) -> str:
 
 
 def _kind(fate: Fate) -> str:
-    """Return the fate as a CSS class."""
     return fate.value.replace(" ", "-")
 
 

@@ -46,14 +46,11 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
         return self.size.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A safetensors file without values."""
-
     head: bytes  # the bytes that it begins with
     # where each tensor's values lie behind the head: bytes [start, stop)
     places: Mapping[str, tuple[int, int]]
@@ -121,12 +118,10 @@ def reserve(path: str) -> None:
 
 
 def shard_file(stem: str, number: int, count: int) -> str:
-    """Return the name of a shard's file."""
     return f"{stem}-{number:05}-of-{count:05}.safetensors"
 
 
 def index_json(weight_map: Mapping[str, str], nbytes: int, **facts: Any) -> bytes:
-    """Return the index of a directory of shards."""
     metadata = {"total_size": nbytes, **facts}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(index, indent=2).encode()

@@ -43,8 +43,6 @@ _WINDOW = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Something that isn't as it was saved."""
-
     place: str
     rank: int
     file: str  # the segment; "" for what describes the checkpoint as a whole
@@ -57,8 +55,6 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The result of verifying a checkpoint in one place."""
-
     name: str
     save_id: str
     place: str
@@ -69,8 +65,6 @@ class Verified:
 
 
 class Observer(Protocol):
-    """A listener for progress."""
-
     def expect(self, what: str, nbytes: int) -> None:
         """Take note that so many bytes come now."""
 
@@ -240,8 +234,6 @@ def _local_table(local: LocalCheckpoint, segment: Segment) -> ItemTable | None:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _SegmentCheck:
-    """A segment to be read."""
-
     segment: Segment
     table: ItemTable
     source: Source

@@ -84,7 +84,6 @@ class Offer:
 
     @property
     def save_id(self) -> str:
-        """The save id of the checkpoint; "" for none."""
         return self.message[: names.SAVE_ID_NBYTES].rstrip(b"\0").decode(errors="replace")
 
     @property
@@ -121,8 +120,6 @@ def begins_as_earlier(plan: FilePlan) -> bool:
 
 
 class EarlierSegment(EarlierFile):
-    """This rank's segment of an earlier checkpoint."""
-
     def is_at(self, path: str) -> bool:
         """Return whether a segment of the new checkpoint is the same file."""
         return os.path.samestat(os.stat(path), self._facts)
@@ -280,18 +277,15 @@ def _same_file(local: LocalCheckpoint, plan: FilePlan) -> tuple[str, Sequence[in
             return None
         return segment.file, [min(segment.nbytes, plan.nbytes)]
     for file, record in local.stripes().items():
-        if _begin_alike(record.stripe, plan.stripe):
+        if _beginnings(record.stripe) == _beginnings(plan.stripe):
             return file, [share.stop for share in record.stripe.shares]
     return None
 
 
-def _begin_alike(one: Stripe, other: Stripe) -> bool:
-    """Return whether stripes differ at most in where their shares end."""
-    first, second = (
-        [(share.rank, share.start, share.place) for share in stripe.shares]
-        for stripe in (one, other)
-    )
-    return (one.keeper, one.nbytes, first) == (other.keeper, other.nbytes, second)
+def _beginnings(stripe: Stripe) -> object:
+    """Return all of a stripe but where its shares end."""
+    shares = [(share.rank, share.start, share.place) for share in stripe.shares]
+    return stripe.keeper, stripe.nbytes, shares
 
 
 class Deciding:

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,12 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable
-from dcp_mem.memory.checkpoint import check_unchanged, checksums_of, has_checksums
+from dcp_mem.memory.checkpoint import (
+    LocalCheckpoint,
+    check_unchanged,
+    checksums_of,
+    has_checksums,
+)
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slot import Slot
@@ -145,17 +150,22 @@ class OutgoingFiles:
 
     def _check_unchanged(self, name: str, file: OutgoingFile) -> None:
         """Raise SegmentCorrupt where a segment has changed since its checksums were made."""
+        local = self._local() if names.SEGMENT.fullmatch(name) else None
+        if local is not None and has_checksums(local, name):
+            check_unchanged(local, name, file.table(), "memory")
+
+    def _local(self) -> LocalCheckpoint | None:
         manifest = self._task.manifest
-        is_segment = names.SEGMENT.fullmatch(name) is not None
-        for local in self._memory.find(manifest.name) if is_segment else ():
-            is_same = local.manifest.save_id == manifest.save_id
-            if is_same and has_checksums(local, name):
-                check_unchanged(local, name, file.table(), "memory")
+        found = self._memory.find(manifest.name)
+        return next((one for one in found if one.manifest.save_id == manifest.save_id), None)
 
     def own_tables(self) -> dict[str, ItemTable]:
         """Return this rank's own segments and their items, where all checksums were computed."""
-        files = [(name, file) for name, file in self._files.items() if self._is_own(name)]
-        return {name: file.table() for name, file in files if file.is_summed}
+        return {
+            name: file.table()
+            for name, file in self._files.items()
+            if self._is_own(name) and file.is_summed
+        }
 
     def _is_own(self, name: str) -> bool:
         """Return whether a file is a segment that this process has staged."""
@@ -192,13 +202,9 @@ class OutgoingFiles:
 
     def _kept_checksums(self, name: str) -> Crcs:
         """Return the checksums of a segment from this node's memory."""
-        manifest = self._task.manifest
-        for local in self._memory.find(manifest.name):
-            if local.manifest.save_id == manifest.save_id:
-                try:
-                    return np.asarray(checksums_of(local, name).crc32c)
-                except FileNotFoundError:
-                    break
+        with suppress(FileNotFoundError):
+            if (local := self._local()) is not None:
+                return np.asarray(checksums_of(local, name).crc32c)
         raise DcpMemError(f"the checksums of {name} don't lie here")
 
 

@@ -317,7 +317,11 @@ class Worker:
                 thread.join(max(deadline - time.monotonic(), 0.0))
             is_done = not any(thread.is_alive() for thread in self._threads)
             if is_done:
-                self._note_unfinished()
+                unfinished = [one.plan.file for one in self._incoming if not one.is_finished]
+                if unfinished and not self._failures:
+                    self._failures.append(
+                        (self._rank, f"{', '.join(unfinished)} did not come whole")
+                    )
                 self._keep_checksums()
             amount = reduce(Amount.plus, [*self._amounts, *self._outgoing.reused], Amount())
             failures = joined(tuple(self._failures), ())
@@ -336,11 +340,6 @@ class Worker:
                 self._guarded("rejecting", partial(self._reject, dict(progress.stale)))
                 self.amount, self._in_full = progress.amount, set(progress.in_full)
                 return progress.failures
-
-    def _note_unfinished(self) -> None:
-        unfinished = [file.plan.file for file in self._incoming if not file.is_finished]
-        if unfinished and not self._failures:
-            self._failures.append((self._rank, f"{', '.join(unfinished)} did not come whole"))
 
     # -- 3. and 4. ending --------------------------------------------------------------------------
 
