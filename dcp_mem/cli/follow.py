@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -93,7 +94,7 @@ def command(
     with follower, _Stopping(follower) as stopping:
         failures = sum(
             _has_failed(common, checkpoint, words, stopping)
-            for checkpoint in _first(follower, times)
+            for checkpoint in islice(follower, times)
         )
     return 1 if failures else 0
 
@@ -109,13 +110,6 @@ def _words(text: str | None) -> Sequence[str]:
     if not words or not (_PLACE.search(words[0]) or shutil.which(words[0])):
         raise ConfigError(f"--exec {text!r}: there is no such command")
     return words
-
-
-def _first(follower: Follower, count: int | None) -> Iterator[FollowedCheckpoint]:
-    for number, checkpoint in enumerate(follower, 1):
-        yield checkpoint
-        if number == count:
-            return
 
 
 def _has_failed(

@@ -51,7 +51,12 @@ def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool)
     known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
     wanted = {one.name for one in find_all(known, ids, settings)}
     chosen = [one for one in known if one.name in wanted]
-    _refuse_the_newest(known, chosen, force)
+    newest = next((one for one in known if one.is_durable), None)
+    if newest is not None and newest in chosen and not force:
+        raise ConfigError(
+            f"{newest.name} is the newest durable checkpoint of the job: give --force to remove "
+            f"it all the same"
+        )
     if not yes:
         _ask(common, chosen)
     removed = [
@@ -65,18 +70,6 @@ def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool)
         else:
             common.screen.line(f"{one.name} is gone; {size(one.freed_nbytes)} freed")
     return 1 if any(one.kept for one in removed) else 0
-
-
-def _refuse_the_newest(
-    known: list[CheckpointStatus], chosen: list[CheckpointStatus], force: bool
-) -> None:
-    newest = next((one for one in known if one.is_durable), None)
-    if newest in chosen and not force:
-        assert newest is not None
-        raise ConfigError(
-            f"{newest.name} is the newest durable checkpoint of the job: give --force to remove "
-            f"it all the same"
-        )
 
 
 def _ask(common: CommonOptions, chosen: list[CheckpointStatus]) -> None:

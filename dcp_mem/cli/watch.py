@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -50,9 +52,8 @@ def command(common: CommonOptions, seconds: float, times: int | None) -> int:
     root = memory_root_path(common.memory_root)
     wanted = None if common.root is None and common.job is None else common.settings()
     speeds = _Speeds()
-    looks = 0
-    with common.screen.live() as show:
-        while True:
+    with common.screen.live() as show, suppress(KeyboardInterrupt):
+        for look in count(1):
             is_there = os.path.isdir(root)
             if wanted is not None:
                 memories = [job_memory(wanted)]
@@ -65,13 +66,10 @@ def command(common: CommonOptions, seconds: float, times: int | None) -> int:
             )
             agent = "the agent runs" if has_agent else "no agent"
             show([Text(f"{root}: {size(free)} free, {agent}", "dim"), *_screen_parts(jobs, speeds)])
-            looks += 1
-            if times is not None and looks >= times:
-                return 0
-            try:
-                time.sleep(seconds)
-            except KeyboardInterrupt:
-                return 0
+            if look == times:
+                break
+            time.sleep(seconds)
+    return 0
 
 
 class _Speeds:
