@@ -70,9 +70,11 @@ def examine(
     """Check this machine, and the storage if there is a URL; yield each check as it is made. No
     check raises. On storage, a small object is written under a name of its own, read, and deleted.
     """
-    memory, agent = (lambda: _memory(memory_root)), (lambda: _agent(memory_root))
-    for look in (_versions, memory, _limits, _names, agent):
-        yield from look()
+    yield from _versions()
+    yield from _memory(memory_root)
+    yield from _limits()
+    yield from _names()
+    yield from _agent(memory_root)
     if url is not None:
         yield from _storage(url, storage_options)
 
@@ -241,11 +243,15 @@ def _names() -> Iterator[Check]:
     """Check how long torch is held up by each connection to a job's store. It looks up the name of
     the other end's address, on both ends; the store's host serves nobody else meanwhile.
     """
+    with listening_socket() as listener:
+        own = str(listener.getsockname()[0])
     seconds = []
-    for address in _addresses_as_torch_sees_them():
+    for address in (own, "127.0.0.1"):
+        # As sockets have it that take IPv4 and IPv6, which torch's do.
+        seen = address if ":" in address else f"::ffff:{address}"
         started = time.monotonic()
         with contextlib.suppress(OSError):
-            socket.getnameinfo(address, 0)
+            socket.getnameinfo((seen, 0, 0, 0), 0)
         seconds.append(time.monotonic() - started)
     slowest = max(seconds)
     found = f"{1000 * slowest:.0f} ms to look up this machine's address"
@@ -255,14 +261,6 @@ def _names() -> Iterator[Check]:
         "/etc/hosts, or start the job with RES_OPTIONS='timeout:1 attempts:1'"
     )
     yield judged("names", found, "" if slowest < _SLOW_LOOKUP_SECONDS else advice)
-
-
-def _addresses_as_torch_sees_them() -> Iterator[tuple[str, int, int, int]]:
-    """Yield this machine's addresses, as sockets have them that take IPv4 and IPv6."""
-    with listening_socket() as listener:
-        own = str(listener.getsockname()[0])
-    for address in (own, "127.0.0.1"):
-        yield (address if ":" in address else f"::ffff:{address}", 0, 0, 0)
 
 
 # -- agent -----------------------------------------------------------------------------------------

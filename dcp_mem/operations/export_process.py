@@ -58,7 +58,7 @@ class FlushGate:
         self._has_ended = threading.Event()
         self._throttle = Throttle(bytes_per_second)
 
-    def wait(self, nbytes: int = 0) -> None:
+    def wait(self, nbytes: int) -> None:
         """Wait while a flush is under way, and until so many bytes may be sent; raise AgentDied."""
         while self._is_flushing() and not self._has_ended.wait(_PAUSE):
             pass
@@ -106,7 +106,7 @@ def run(root: str, registration: Registration) -> None:
     try:
         _refuse_rejected(memory, chosen, record)
         storage = _target(chosen, export)
-        target = make_directory(chosen, record, export, storage, gate)
+        target = make_directory(chosen, record, export, storage, gate.wait)
     except DcpMemError as error:
         records = _after_error(records, record, error)
     except AgentDied:

@@ -19,10 +19,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -58,9 +58,8 @@ _OWN_SHARD = re.compile(r"model-([0-9a-f]{8})-\d{5}-of-\d{5}\.safetensors")
 _MOST_ENTRIES = 8
 
 
-class Gate(Protocol):
-    def wait(self, nbytes: int = 0) -> None:
-        """Wait while a flush is under way, and until so many bytes may be sent."""
+Wait = Callable[[int], None]
+"""Waits while a flush is under way, and until so many bytes may be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def make_directory(
     checkpoint: ExportRecord,
     export: HuggingFaceExport,
     storage: Storage,
-    gate: Gate,
+    wait: Wait,
 ) -> str:
     """Make the directory of one checkpoint; return its path or URL.
 
@@ -99,10 +98,10 @@ def make_directory(
         return place.target
     with open_reading(settings, checkpoint.name, checkpoint.save_id) as reading:
         tensors = _tensors(reading, checkpoint.name, export)
-        gate.wait()
+        wait(0)
         for path in export.files:
             storage.put(f"{place.prefix}/{os.path.basename(path)}", Path(path).read_bytes())
-        weight_map = _put_shards(place, reading, checkpoint, tensors, export.shard_nbytes, gate)
+        weight_map = _put_shards(place, reading, checkpoint, tensors, export.shard_nbytes, wait)
     faults.point("export.shards")
     nbytes = sum(one.made.nbytes for one in tensors.values())
     facts = {
@@ -186,7 +185,7 @@ def _put_shards(
     checkpoint: ExportRecord,
     tensors: Mapping[str, _Tensor],
     shard_nbytes: int,
-    gate: Gate,
+    wait: Wait,
 ) -> dict[str, str]:
     """Put all shards that aren't there yet; return the file of each tensor. One buffer, as long as
     the longest file, takes one shard after the other.
@@ -203,8 +202,8 @@ def _put_shards(
             continue
         if not len(buffer):
             buffer = torch.empty(max(one.nbytes for one in layouts), dtype=torch.uint8)
-        _fill(buffer, layout, shape, reading, checkpoint, [tensors[name] for name in shape], gate)
-        _put(place.storage, f"{place.prefix}/{file}", buffer[: layout.nbytes], gate)
+        _fill(buffer, layout, shape, reading, checkpoint, [tensors[name] for name in shape], wait)
+        _put(place.storage, f"{place.prefix}/{file}", buffer[: layout.nbytes], wait)
         faults.point("export.shard")
     return {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
 
@@ -216,13 +215,13 @@ def _fill(
     reading: Reading,
     checkpoint: ExportRecord,
     tensors: Sequence[_Tensor],
-    gate: Gate,
+    wait: Wait,
 ) -> None:
     """Read a shard's tensors into the buffer: straight, or through others where they convert."""
     buffer[: len(layout.head)] = torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
     made = tensors_in(buffer, layout, shapes)
     for batch in _batches(tensors):
-        gate.wait()
+        wait(0)
         read = {
             one.source: made[one.name]
             if one.stored == one.made
@@ -247,14 +246,14 @@ def _batches(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
     yield batch
 
 
-def _put(storage: Storage, key: str, data: torch.Tensor, gate: Gate) -> None:
+def _put(storage: Storage, key: str, data: torch.Tensor, wait: Wait) -> None:
     view = memoryview(data.numpy().data)
     upload = storage.upload(key, len(view))
     try:
 
         def put(number: int) -> None:
             part = view[number * upload.part_nbytes :][: upload.part_nbytes]
-            gate.wait(len(part))
+            wait(len(part))
             upload.put_part(number, part, checksum(part))
 
         numbers = range(part_count(len(view), upload.part_nbytes))

@@ -97,13 +97,13 @@ def list_jobs(memory_root: str) -> list[Job]:
     """List the jobs that have memory in a root, the one that saved last first."""
     found = []
     for name in jobs_in(memory_root):
-        directory = os.path.join(memory_root, name)
+        memory = JobMemory(memory_root, name)
         job = Job(
             name=name,
-            checkpoints=tuple(_of_job(JobMemory(memory_root, name))),
-            is_live=job_is_live(directory),
-            nbytes=allocated_bytes(directory),
-            last_use=last_use(directory),
+            checkpoints=tuple(_of_job(memory)),
+            is_live=job_is_live(memory.directory),
+            nbytes=allocated_bytes(memory.directory),
+            last_use=last_use(memory.directory),
         )
         found.append(job)
     return sorted(found, key=lambda job: job.last_use, reverse=True)

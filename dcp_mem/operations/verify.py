@@ -32,7 +32,7 @@ from dcp_mem.format.names import home_rank
 from dcp_mem.loading.sources.base import Description, Source
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.sources.stored import StorageSource
-from dcp_mem.memory.checkpoint import LocalCheckpoint, checksums_of
+from dcp_mem.memory.checkpoint import checksums_of
 from dcp_mem.memory.root import node_id
 from dcp_mem.operations.contents import local_checkpoint_of
 from dcp_mem.storage import Storage
@@ -198,12 +198,14 @@ def _in_memory(
         checks, unchecked = [], 0
         for rank in sorted(source.present):
             segment = segments[rank]
+            table = tables.get(segment.file)
             try:
-                own = _local_table(local, segment)
+                table = checksums_of(local, segment.file)
+            except FileNotFoundError:
+                pass  # they haven't been made yet
             except ManifestInvalid as error:
                 damages.append(_of_all(MEMORY, error, segment))
                 continue
-            table = own if own is not None else tables.get(segment.file)
             if table is None:
                 unchecked += segment.nbytes
             else:
@@ -219,14 +221,6 @@ def _in_memory(
         why_unchecked=why,
         damages=tuple(damages),
     )
-
-
-def _local_table(local: LocalCheckpoint, segment: Segment) -> ItemTable | None:
-    """Return the checksums in memory; None where they haven't been made yet."""
-    try:
-        return checksums_of(local, segment.file)
-    except FileNotFoundError:
-        return None
 
 
 # -- reading and comparing -------------------------------------------------------------------------
