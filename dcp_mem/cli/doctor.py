@@ -9,11 +9,10 @@ import click
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, subcommand
-from dcp_mem.cli.screen import shown
+from dcp_mem.common.values import shown
 from dcp_mem.config import memory_root_path, root_url, transport_point
 from dcp_mem.operations.doctor import Check, Severity, examine
-from dcp_mem.operations.network import judge_network, measure_network
-from dcp_mem.operations.transport_check import judge_transport
+from dcp_mem.operations.network import judge_network, judge_transport, measure_network
 
 _HELP = """Check this machine and, with ROOT, its storage for what training needs; say what to do
 about problems.
@@ -45,13 +44,14 @@ _COLORS = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold r
     help="With --peers: also try and measure what copies go by.",
 )
 def command(common: CommonOptions, is_of_peers: bool, transport: str | None) -> int:
-    """Print each check; return 1 if one fails."""
     if transport and not is_of_peers:
         raise click.UsageError("--transport goes with --peers")
     if transport:
         transport_point(transport)
     checks = []
-    for check in _checks_of_peers(transport) if is_of_peers else _checks_of_machine(common):
+    root, url = memory_root_path(common.memory_root), root_url(common.root)
+    of_machine = examine(root, url, common.storage_options)
+    for check in _checks_of_peers(transport) if is_of_peers else of_machine:
         checks.append(check)
         _show(common, check)
     if is_of_peers and not checks:
@@ -59,12 +59,6 @@ def command(common: CommonOptions, is_of_peers: bool, transport: str | None) -> 
     is_failed = any(check.verdict == Severity.FAIL for check in checks)
     common.screen.answer(is_failed=is_failed, checks=checks)
     return 1 if is_failed else 0
-
-
-def _checks_of_machine(common: CommonOptions) -> Iterator[Check]:
-    return examine(
-        memory_root_path(common.memory_root), root_url(common.root), common.storage_options
-    )
 
 
 def _checks_of_peers(transport: str | None) -> Iterator[Check]:

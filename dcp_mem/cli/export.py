@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import click
 
-from dcp_mem.cli.options import (
-    INTERACTIVE_RETRIES,
-    CommonOptions,
-    parse_storage_options,
-    searched_places,
-    subcommand,
-)
+from dcp_mem.cli.options import CommonOptions, parse_storage_options, subcommand
 from dcp_mem.cli.screen import size
 from dcp_mem.errors import ConfigError
 from dcp_mem.operations.export import (
@@ -20,8 +14,6 @@ from dcp_mem.operations.export import (
     export_safetensors,
     export_torch,
 )
-from dcp_mem.operations.inventory import find_one
-from dcp_mem.storage.routes import storage_of
 
 FORMATS = ("dcp", "torch", "safetensors", "files")
 _HELP = """Write a checkpoint out for other programs. One process does it, and needs far less memory
@@ -82,17 +74,9 @@ def command(
     trust: bool,
     target_option: tuple[str, ...],
 ) -> int:
-    """Write the checkpoint in the form that is asked for."""
     if prefix and kind != "safetensors":
         raise ConfigError("--prefix is for --format safetensors")
-    settings = common.settings()
-    checkpoint = find_one(
-        settings,
-        checkpoint_id,
-        searched_places(settings),
-        retry_policy=INTERACTIVE_RETRIES,
-    )
-    storage = storage_of(settings, INTERACTIVE_RETRIES)
+    settings, checkpoint, storage = common.find(checkpoint_id)
     exported: Exported
     if kind == "dcp":
         with common.screen.progress("exporting") as progress:

@@ -6,8 +6,9 @@ import click
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, subcommand
-from dcp_mem.cli.screen import shown, size
+from dcp_mem.cli.screen import size
 from dcp_mem.common.progress_bar import progress_bar
+from dcp_mem.common.values import shown
 from dcp_mem.operations.flush import flush_now, promote
 
 _HELP = """Bring the complete checkpoints in this node's memory to storage, and wait until they are
@@ -40,7 +41,6 @@ Examples:
     "--timeout", metavar="SECONDS", type=float, help="Stop waiting then; the agent goes on."
 )
 def command(common: CommonOptions, is_all: bool, newest: int | None, timeout: float | None) -> int:
-    """Flush and print the outcome of each checkpoint; return 1 if one didn't get to storage."""
     settings = common.settings()
     if newest is not None and not is_all:
         raise click.UsageError("--newest needs --all")

@@ -11,19 +11,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from types import FrameType
 from typing import Any
 
 import click
 
-from dcp_mem.cli.options import CommonOptions, repeating, searched_places, subcommand
-from dcp_mem.cli.screen import figures
+from dcp_mem.cli.options import CommonOptions, repeating, subcommand
 from dcp_mem.common.log import log
+from dcp_mem.common.values import figures
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.following.checkpoint import FollowedCheckpoint
 from dcp_mem.following.follower import Follower, follow
+from dcp_mem.operations.inventory import searched_places
 
 _HELP = """Follow a training run, which may be on this node or elsewhere: print each new checkpoint,
 the newest first, or run a command for it.
@@ -75,7 +77,6 @@ def command(
     times: int | None,
     seconds: float,
 ) -> int:
-    """Print checkpoints as they come, or run a command for each."""
     settings = common.settings()
     words = _words(text)
     log.setLevel(min(log.level, logging.WARNING))  # What is passed over is said by the follower.
@@ -93,7 +94,7 @@ def command(
     with follower, _Stopping(follower) as stopping:
         failures = sum(
             _has_failed(common, checkpoint, words, stopping)
-            for checkpoint in _first(follower, times)
+            for checkpoint in islice(follower, times)
         )
     return 1 if failures else 0
 
@@ -109,13 +110,6 @@ def _words(text: str | None) -> Sequence[str]:
     if not words or not (_PLACE.search(words[0]) or shutil.which(words[0])):
         raise ConfigError(f"--exec {text!r}: there is no such command")
     return words
-
-
-def _first(follower: Follower, count: int | None) -> Iterator[FollowedCheckpoint]:
-    for number, checkpoint in enumerate(follower, 1):
-        yield checkpoint
-        if number == count:
-            return
 
 
 def _has_failed(
@@ -178,10 +172,8 @@ def _run(checkpoint: FollowedCheckpoint, words: Sequence[str], stopping: _Stoppi
 
 
 class _Stopping:
-    """Ends the follower at a signal, and passes that on to the command that runs.
-
-    The command may end in its own way then; with the second signal it is killed. `number`: the
-    signal that has come; 0 for none.
+    """Ends the follower at a signal, and passes that on to the command that runs. The command may
+    end in its own way then; with the second signal it is killed.
     """
 
     def __init__(self, follower: Follower) -> None:

@@ -6,7 +6,8 @@ import click
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, subcommand
-from dcp_mem.cli.screen import Screen, age, shown, size
+from dcp_mem.cli.screen import Screen, age, size
+from dcp_mem.common.values import shown
 from dcp_mem.flushing.orphans import Orphan
 from dcp_mem.operations.housekeeping import Reclaimed, collect_orphans, reclaim
 
@@ -43,7 +44,6 @@ _HOUR = 3600.0
     help="On storage: only what hasn't been touched for so long.",
 )
 def command(common: CommonOptions, yes: bool, force: bool, older_than: float) -> int:
-    """Print what can be freed, and free it if that is asked for."""
     is_of_one_job = common.root is not None or common.job is not None
     settings = common.settings() if is_of_one_job else None
     job = None if settings is None else settings.job

@@ -6,11 +6,17 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
-from dcp_mem.cli.screen import Screen, age, facts_of, figures, problem, size, state
-from dcp_mem.common.values import MEMORY, CheckpointStatus
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, subcommand
+from dcp_mem.cli.screen import Screen, age, facts_of, problem, size, state
+from dcp_mem.common.values import MEMORY, CheckpointStatus, figures
 from dcp_mem.config import memory_root_path
-from dcp_mem.operations.inventory import Job, count_superseded, list_checkpoints, list_jobs
+from dcp_mem.operations.inventory import (
+    Job,
+    count_superseded,
+    list_checkpoints,
+    list_jobs,
+    searched_places,
+)
 
 _MOST_NAMED = 10
 
@@ -31,10 +37,6 @@ Examples:
 
 @subcommand("ls", _HELP, needs_root=False)
 def command(common: CommonOptions) -> int:
-    """Print a table of checkpoints, or of all jobs in memory.
-
-    Returns 1 if there is nothing, or if a checkpoint on storage can't be loaded from anywhere.
-    """
     if common.root is None and common.job is None:
         return _list_jobs(common.screen, memory_root_path(common.memory_root))
     settings = common.settings()

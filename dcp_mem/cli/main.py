@@ -48,7 +48,6 @@ class Commands(click.Group):
     """The group of all commands; a command's module is imported when the command is used."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return the names of all commands, in the order of the help."""
         return list(_COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
@@ -60,15 +59,11 @@ class Commands(click.Group):
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands into the help."""
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> NoReturn:
-        """Run a command, and end the process with its exit code.
-
-        The codes are 0, 1 (something is wrong), 2 (wrong usage) and 3 (storage can't be used).
-        """
+        """Run a command, and end the process with its exit code."""
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
             code = super().main(arguments, *more, **{**options, "standalone_mode": False})
@@ -118,12 +113,8 @@ def _print_error(
     click.echo(
         f"{click.style('error:', fg='red', bold=True)} {message}",
         err=True,
-        color=_wants_color(arguments),
+        color=False if "--no-color" in arguments or os.environ.get("NO_COLOR") else None,
     )
-
-
-def _wants_color(arguments: Sequence[str]) -> bool | None:
-    return False if "--no-color" in arguments or os.environ.get("NO_COLOR") else None
 
 
 @click.group(

@@ -14,10 +14,14 @@ import click
 
 from dcp_mem.cli.screen import Screen
 from dcp_mem.common.log import log
+from dcp_mem.common.values import CheckpointStatus
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError
+from dcp_mem.operations.inventory import find_one
 from dcp_mem.options import settings
+from dcp_mem.storage import Storage
 from dcp_mem.storage.retry import RetryPolicy
+from dcp_mem.storage.routes import storage_of
 
 INTERACTIVE_RETRIES = RetryPolicy(tries=4, longest_pause_seconds=4.0, deadline_seconds=30.0)
 """The retries of commands: few and short, because a person is waiting for the answer."""
@@ -25,8 +29,6 @@ INTERACTIVE_RETRIES = RetryPolicy(tries=4, longest_pause_seconds=4.0, deadline_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions:
-    """The values of the options that all commands have in common."""
-
     screen: Screen
     root: str | None  # the job's URL or directory; None where there is none
     memory_root: str | None
@@ -34,8 +36,13 @@ class CommonOptions:
     # for the storage; not in repr, because they may hold secrets
     storage_options: dict[str, Any] = field(repr=False)
 
+    def find(self, checkpoint_id: str) -> tuple[Settings, CheckpointStatus, Storage | None]:
+        """Return the job, one of its checkpoints by name or save id, and the job's storage."""
+        chosen = self.settings()
+        found = find_one(chosen, checkpoint_id, retry_policy=INTERACTIVE_RETRIES)
+        return chosen, found, storage_of(chosen, INTERACTIVE_RETRIES)
+
     def settings(self) -> Settings:
-        """Return the settings of the job that is meant."""
         if self.root is None and self.job is None:
             raise ConfigError(
                 "say which job: give its ROOT on storage, or --job and nothing else for one that "
@@ -47,11 +54,6 @@ class CommonOptions:
             job=self.job,
             storage_options=self.storage_options,
         )
-
-
-def searched_places(chosen: Settings) -> str:
-    """Return where a job's checkpoints are looked for, for messages."""
-    return f"memory (job {chosen.job})" + (f" and {chosen.url}" if chosen.url else "")
 
 
 def repeating(
@@ -146,10 +148,7 @@ def _run(
 
 @contextmanager
 def _logging(is_all: bool) -> Iterator[None]:
-    """Log errors only, or everything.
-
-    Commands print what matters themselves; the warnings of the layers below are for training loops.
-    """
+    """Log errors only, or everything: the warnings of the layers below are for training loops."""
     before = log.level
     if is_all:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")

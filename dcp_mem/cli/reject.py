@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import click
 
-from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
-from dcp_mem.cli.screen import shown
-from dcp_mem.common.values import MEMORY, STORAGE
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, subcommand
+from dcp_mem.common.values import MEMORY, STORAGE, shown
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError
-from dcp_mem.operations.inventory import find, list_checkpoints
+from dcp_mem.operations.inventory import find_all, list_checkpoints
 from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
 
 _HELP = """Mark a checkpoint as not to be resumed from, in this node's memory and on storage.
@@ -32,7 +31,6 @@ Examples:
 @click.option("--why", metavar="TEXT", help="The reason, for people.")
 @click.option("--undo", is_flag=True, help="Take the mark back.")
 def command(common: CommonOptions, checkpoint_id: str, why: str | None, undo: bool) -> int:
-    """Mark the checkpoint, or take its mark back."""
     settings = common.settings()
     if undo == bool(why):
         raise click.UsageError("give either --why TEXT or --undo")
@@ -62,5 +60,5 @@ def _meant(settings: Settings, checkpoint_id: str) -> tuple[str, str]:
     is_known = any(checkpoint_id in (one.name, one.save_id) for one in known)
     if checkpoint_id.isdecimal() and not is_known:
         checkpoint_id = f"step-{int(checkpoint_id)}"
-    found = find(known, checkpoint_id, searched_places(settings))
+    (found,) = find_all(known, [checkpoint_id], settings)
     return found.name, "" if checkpoint_id == found.name else found.save_id

@@ -9,10 +9,12 @@ from typing import Any
 
 import click
 
-from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
-from dcp_mem.cli.screen import shown, size
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, subcommand
+from dcp_mem.cli.screen import size
+from dcp_mem.common.values import shown
 from dcp_mem.errors import ConfigError
 from dcp_mem.operations.history import History, Totals, read_history, totals
+from dcp_mem.operations.inventory import searched_places
 from dcp_mem.operations.report import counted, duration, render_page, troubles_of
 
 _HELP = """Write an HTML page about a job's checkpoints: saves, flushes and recoveries over time,
@@ -31,6 +33,9 @@ Examples:
 """
 
 
+_OF_RECOVERY = ("time", "name", "step", "seconds", "sources", "passed_over", "world_size")
+
+
 @subcommand("report", _HELP, needs_root=False)
 @click.option(
     "-o",
@@ -41,7 +46,6 @@ Examples:
     help="The file to write; - for standard output.",
 )
 def command(common: CommonOptions, output: str) -> int:
-    """Write the page and print the totals; return 1 if nothing is known of the job."""
     settings = common.settings()
     if output == "-" and common.screen.is_json:
         raise ConfigError("--json answers on standard output too: give -o FILE")
@@ -93,15 +97,7 @@ def _summary(sums: Totals) -> str:
 def _facts(found: History) -> dict[str, Any]:
     return {
         "recoveries": [
-            {
-                "time": one.time,
-                "name": one.name,
-                "step": one.step,
-                "seconds": one.seconds,
-                "sources": dict(one.sources),
-            }
-            | {"passed_over": list(one.passed_over), "world_size": one.world_size}
-            for one in found.recoveries
+            {name: getattr(one, name) for name in _OF_RECOVERY} for one in found.recoveries
         ],
         "troubles": [asdict(one) for one in troubles_of(found)],
         "unread": list(found.troubles),

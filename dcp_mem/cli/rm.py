@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import click
 from rich.text import Text
 
-from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
-from dcp_mem.cli.screen import age, shown, size
-from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, subcommand
+from dcp_mem.cli.screen import age, size
+from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, shown
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointInUse, ConfigError
 from dcp_mem.operations.housekeeping import delete, evict
@@ -33,8 +33,6 @@ Examples:
 
 @dataclass(frozen=True, slots=True)
 class _Removed:
-    """The result of removing the checkpoints under one name."""
-
     name: str
     freed_nbytes: int
     kept: str  # why it is still there; "" if it is gone
@@ -49,12 +47,16 @@ class _Removed:
     help="Also remove the newest durable checkpoint, and what is being read from storage.",
 )
 def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool) -> int:
-    """Remove the checkpoints; return 1 if one stays."""
     settings = common.settings()
     known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
-    wanted = {one.name for one in find_all(known, ids, searched_places(settings))}
+    wanted = {one.name for one in find_all(known, ids, settings)}
     chosen = [one for one in known if one.name in wanted]
-    _refuse_the_newest(known, chosen, force)
+    newest = next((one for one in known if one.is_durable), None)
+    if newest is not None and newest in chosen and not force:
+        raise ConfigError(
+            f"{newest.name} is the newest durable checkpoint of the job: give --force to remove "
+            f"it all the same"
+        )
     if not yes:
         _ask(common, chosen)
     removed = [
@@ -70,18 +72,6 @@ def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool)
     return 1 if any(one.kept for one in removed) else 0
 
 
-def _refuse_the_newest(
-    known: list[CheckpointStatus], chosen: list[CheckpointStatus], force: bool
-) -> None:
-    newest = next((one for one in known if one.is_durable), None)
-    if newest in chosen and not force:
-        assert newest is not None
-        raise ConfigError(
-            f"{newest.name} is the newest durable checkpoint of the job: give --force to remove "
-            f"it all the same"
-        )
-
-
 def _ask(common: CommonOptions, chosen: list[CheckpointStatus]) -> None:
     if common.screen.is_json or not sys.stdin.isatty():
         raise ConfigError("nobody can be asked here: give --yes to remove them")
@@ -93,10 +83,7 @@ def _ask(common: CommonOptions, chosen: list[CheckpointStatus]) -> None:
 
 
 def _remove(settings: Settings, name: str, chosen: list[CheckpointStatus], force: bool) -> _Removed:
-    """Remove a name from memory and then from storage.
-
-    Memory comes first: a pending checkpoint in it would be flushed again.
-    """
+    """Remove a name from memory and then from storage: what is pending would be flushed again."""
     freed, kept = 0, ""
     if any(MEMORY in one.places for one in chosen):
         freed, kept = evict(settings, name)

@@ -26,8 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dcp_mem.common.progress_bar import transfer_text
-from dcp_mem.common.values import CheckpointStatus, State
-from dcp_mem.common.values import figures as figures
+from dcp_mem.common.values import CheckpointStatus, State, shown
 from dcp_mem.errors import gib
 
 _WIDTH_OF_FILES = 100
@@ -55,10 +54,7 @@ _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 class Screen:
-    """The output of a command: text for people, or one JSON object.
-
-    With `is_json`, only `answer` prints; else all methods but `answer` do.
-    """
+    """The output of a command: text for people or, with `is_json`, what `answer` prints."""
 
     def __init__(self, *, is_json: bool, no_color: bool) -> None:
         self.is_json = is_json
@@ -66,15 +62,13 @@ class Screen:
         self._errors = _console(sys.stderr, no_color)
 
     def answer(self, **facts: Any) -> None:
-        """Print the facts as one JSON object, at once: programs read along.
-
-        JSON has no NaN and no infinity; they are null.
+        """Print the facts as one JSON object, at once: programs read along. NaN and infinity are
+        null.
         """
         if self.is_json:
             print(json.dumps(_plain(facts), allow_nan=False), flush=True)
 
     def line(self, text: str | Text = "", style: str = "") -> None:
-        """Print a line."""
         if self.is_json:
             return
         found = text if isinstance(text, Text) else Text(shown(text), style)
@@ -90,10 +84,8 @@ class Screen:
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
-        """Show on stderr what is under way, where that takes more than a moment.
-
-        A terminal shows it with the seconds meanwhile; elsewhere a line says it once it has taken
-        long.
+        """Show on stderr what is under way, where that takes more than a moment: on a terminal with
+        the seconds meanwhile; elsewhere by a line once it has taken long.
         """
         if self.is_json:
             yield
@@ -130,9 +122,8 @@ class Screen:
 
     @contextmanager
     def live(self) -> Iterator[Callable[[Sequence[RenderableType]], None]]:
-        """Yield a function that shows parts below each other, in place of what it showed before.
-
-        Where standard output is no terminal, each call prints behind the one before.
+        """Yield a function that shows parts below each other, in place of what it showed before, or
+        behind that where standard output is no terminal.
         """
         if self.is_json or not self._console.is_terminal:
             yield self._print_at_once
@@ -164,18 +155,14 @@ class Screen:
 
 
 class Bytes:
-    """A progress bar of bytes."""
-
     def __init__(self, progress: Progress, what: str) -> None:
         self._progress = progress
         self._task = progress.add_task(shown(what), total=None, moved="")
 
     def expect(self, what: str, nbytes: int) -> None:
-        """Start the bar again."""
         self._progress.reset(self._task, description=shown(what), total=nbytes, moved="")
 
     def add(self, nbytes: int) -> None:
-        """Move the bar on by so many bytes."""
         self._progress.advance(self._task, nbytes)
         task = self._progress.tasks[0]
         self._progress.update(self._task, moved=transfer_text(task.completed, task.total, None))
@@ -184,7 +171,6 @@ class Bytes:
 def table_of(
     columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, is_wrapped: bool = False
 ) -> Table:
-    """Return the table that `Screen.table` prints."""
     used = [number for number in range(len(columns)) if any(len(row[number]) for row in rows)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number in used:
@@ -219,13 +205,6 @@ def _wrapped(line: str) -> str:
     return "\n".join(lines)
 
 
-def shown(text: str) -> str:
-    """Return text that is safe to print: names come from storage, and could steer a terminal."""
-    return "".join(
-        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text
-    )
-
-
 def age(moment: float) -> str:
     """Return how long ago a moment was, for people; "" where it isn't known."""
     if not moment:
@@ -243,7 +222,6 @@ def moment(seconds: float) -> str:
 
 
 def state(checkpoint: CheckpointStatus) -> Text:
-    """Return a checkpoint's state for people, coloured."""
     if checkpoint.problem:
         return Text("damaged", "bold red")
     if checkpoint.rejected:
@@ -252,7 +230,6 @@ def state(checkpoint: CheckpointStatus) -> Text:
 
 
 def colored(state: State, more: str = "") -> Text:
-    """Return a state in its colour."""
     return Text(state.value + more, _COLORS.get(state, ""))
 
 
@@ -264,7 +241,6 @@ def problem(checkpoint: CheckpointStatus) -> Text:
 
 
 def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
-    """Return a checkpoint as it is in JSON."""
     return {name: getattr(checkpoint, name if name != "bytes" else "nbytes") for name in _FACTS}
 
 
@@ -275,7 +251,6 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, int)):

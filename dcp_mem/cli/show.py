@@ -7,17 +7,10 @@ from collections.abc import Sequence
 import click
 from rich.text import Text
 
-from dcp_mem.cli.options import (
-    INTERACTIVE_RETRIES,
-    CommonOptions,
-    searched_places,
-    subcommand,
-)
-from dcp_mem.cli.screen import Screen, age, facts_of, fields_of, figures, moment, shown, size, state
-from dcp_mem.common.values import CheckpointStatus
+from dcp_mem.cli.options import CommonOptions, subcommand
+from dcp_mem.cli.screen import Screen, age, facts_of, fields_of, moment, size, state
+from dcp_mem.common.values import CheckpointStatus, figures, shown
 from dcp_mem.operations.contents import Contents, contents_of
-from dcp_mem.operations.inventory import find_one
-from dcp_mem.storage.routes import storage_of
 
 _HELP = """Show what a checkpoint consists of: tensors, byte items, segments and the files that
 describe it.
@@ -42,15 +35,7 @@ _MOST = 40
     help=f"List everything, not only the first {_MOST} of each kind.",
 )
 def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
-    """Print what the checkpoint consists of."""
-    settings = common.settings()
-    checkpoint = find_one(
-        settings,
-        checkpoint_id,
-        searched_places(settings),
-        retry_policy=INTERACTIVE_RETRIES,
-    )
-    storage = storage_of(settings, INTERACTIVE_RETRIES)
+    settings, checkpoint, storage = common.find(checkpoint_id)
     inside = contents_of(settings, storage, checkpoint)
     common.screen.answer(**facts_of(checkpoint), **fields_of(inside))
     _show(
@@ -65,6 +50,7 @@ def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
 def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: int) -> None:
     transfer = checkpoint.transfer
     sent, reused = checkpoint.replication_sent_nbytes, checkpoint.replication_reused_nbytes
+    saved_by = f"{_count(checkpoint.world_size, 'rank')} on {_count(len(inside.nodes), 'node')}"
     rows: list[list[str | Text]] = [
         ["name", Text(checkpoint.name, "bold")],
         ["save id", checkpoint.save_id or "none: written by torch"],
@@ -79,7 +65,7 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
         ["copies", _moved(sent, reused, "")],
         ["upload", _moved(transfer.sent_nbytes, transfer.reused_nbytes, " on storage")],
         ["export", _export(checkpoint)],
-        ["saved by", _savers(checkpoint, inside)],
+        ["saved by", saved_by if checkpoint.world_size else ""],
         ["catalog", inside.catalog],
     ]
     for name, value in rows:
@@ -162,12 +148,6 @@ def _show_files(screen: Screen, inside: Contents, most: int) -> None:
     _heading(screen, "manifests on storage", inside.manifests, most)
     for file in inside.manifests[:most]:
         screen.line(file)
-
-
-def _savers(checkpoint: CheckpointStatus, inside: Contents) -> str:
-    if not checkpoint.world_size:
-        return ""
-    return f"{_count(checkpoint.world_size, 'rank')} on {_count(len(inside.nodes), 'node')}"
 
 
 def _heading(screen: Screen, what: str, parts: Sequence[object], most: int) -> None:

@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from dcp_mem.cli.options import (
-    INTERACTIVE_RETRIES,
-    CommonOptions,
-    searched_places,
-    subcommand,
-)
-from dcp_mem.cli.screen import Screen, shown, size
-from dcp_mem.common.values import CheckpointStatus
-from dcp_mem.config import Settings
-from dcp_mem.operations.inventory import find_one, list_checkpoints
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, subcommand
+from dcp_mem.cli.screen import Screen, size
+from dcp_mem.common.values import shown
+from dcp_mem.operations.inventory import find_one, list_checkpoints, searched_places
 from dcp_mem.storage.routes import storage_of
 
 if TYPE_CHECKING:  # it imports torch
@@ -41,11 +35,13 @@ _MOST = 20
 @subcommand("verify", _HELP)
 @click.argument("checkpoint_id", metavar="[ID]", required=False)
 def command(common: CommonOptions, checkpoint_id: str | None) -> int:
-    """Print a verdict for each checkpoint and place, and all damages; return 1 if there are any."""
     settings = common.settings()
     screen = common.screen
     with screen.stage("looking for checkpoints"):
-        chosen = _chosen(settings, checkpoint_id)
+        if checkpoint_id is not None:
+            chosen = [find_one(settings, checkpoint_id, retry_policy=INTERACTIVE_RETRIES)]
+        else:
+            chosen = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
         storage = storage_of(settings, INTERACTIVE_RETRIES)
     with screen.stage("importing torch"):
         from dcp_mem.operations.verify import verify
@@ -59,13 +55,6 @@ def command(common: CommonOptions, checkpoint_id: str | None) -> int:
     if not chosen:
         common.screen.note(f"no checkpoints in {searched_places(settings)}")
     return 1 if is_damaged or not chosen else 0
-
-
-def _chosen(settings: Settings, checkpoint_id: str | None) -> list[CheckpointStatus]:
-    if checkpoint_id is None:
-        return list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
-    where = searched_places(settings)
-    return [find_one(settings, checkpoint_id, where, retry_policy=INTERACTIVE_RETRIES)]
 
 
 def _show(screen: Screen, results: list[Verified]) -> None:

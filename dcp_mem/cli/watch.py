@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, repeating, subcommand
-from dcp_mem.cli.screen import age, colored, shown, size, table_of
+from dcp_mem.cli.screen import age, colored, size, table_of
 from dcp_mem.common.files import allocated_bytes, free_bytes
 from dcp_mem.common.progress_bar import state_text, transfer_text
-from dcp_mem.common.values import CheckpointStatus, State
+from dcp_mem.common.values import CheckpointStatus, State, shown
 from dcp_mem.config import memory_root_path
 from dcp_mem.flushing.agent_handle import is_alive
 from dcp_mem.memory.job import JobMemory, jobs_in
@@ -36,8 +38,6 @@ Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A job at this moment."""
-
     name: str
     is_live: bool
     nbytes: int
@@ -49,13 +49,11 @@ class _Job:
 @subcommand("watch", _HELP, needs_root=False)
 @repeating("looks", shortest_seconds=0.1)
 def command(common: CommonOptions, seconds: float, times: int | None) -> int:
-    """Print the jobs in memory again and again."""
     root = memory_root_path(common.memory_root)
     wanted = None if common.root is None and common.job is None else common.settings()
     speeds = _Speeds()
-    looks = 0
-    with common.screen.live() as show:
-        while True:
+    with common.screen.live() as show, suppress(KeyboardInterrupt):
+        for look in count(1):
             is_there = os.path.isdir(root)
             if wanted is not None:
                 memories = [job_memory(wanted)]
@@ -68,13 +66,10 @@ def command(common: CommonOptions, seconds: float, times: int | None) -> int:
             )
             agent = "the agent runs" if has_agent else "no agent"
             show([Text(f"{root}: {size(free)} free, {agent}", "dim"), *_screen_parts(jobs, speeds)])
-            looks += 1
-            if times is not None and looks >= times:
-                return 0
-            try:
-                time.sleep(seconds)
-            except KeyboardInterrupt:
-                return 0
+            if look == times:
+                break
+            time.sleep(seconds)
+    return 0
 
 
 class _Speeds:
@@ -149,7 +144,6 @@ def _row(one: CheckpointStatus, speeds: _Speeds) -> list[str | Text]:
 
 
 def _flush_progress(one: CheckpointStatus, speeds: _Speeds) -> str | Text:
-    """Return what there is to say of a checkpoint's flush."""
     speed = speeds.of(one)
     if one.state is State.DURABLE or not one.persist:
         return "" if one.persist else Text("stays in memory", "dim")

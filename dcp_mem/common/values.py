@@ -231,6 +231,13 @@ class CheckpointStatus:
         return self.replicas > 0 or self.parity > 0
 
 
+def shown(text: str) -> str:
+    """Return text that is safe to show: names come from storage, and could steer a viewer."""
+    return "".join(
+        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text
+    )
+
+
 def figures(metrics: Mapping[str, float]) -> str:
     """Return metrics for people."""
     return ", ".join(f"{name}={value:.4g}" for name, value in metrics.items())

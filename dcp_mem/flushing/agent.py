@@ -70,10 +70,7 @@ def run(root: str, first: Registration | None) -> None:
 
 
 def _is_locked_root(root: str, lock: int) -> bool:
-    """Return whether the root is still the one that was locked.
-
-    It may be deleted, and another one made in its place, at any time.
-    """
+    """Return whether the root is still the one that was locked, and not another in its place."""
     try:
         return os.stat(os.path.join(root, ".agent", "lock")).st_ino == os.fstat(lock).st_ino
     except FileNotFoundError:
@@ -129,9 +126,8 @@ def _receive(stream: IO[bytes]) -> Registration:
 
 
 def _becomes_agent(root: str, lock: int, registration: Registration | None) -> bool:
-    """Become the root's agent, or hand the registration to the agent that runs and return False.
-
-    An agent that is about to end doesn't take it: then the lock will be free in a moment.
+    """Become the root's agent, or hand the registration to the agent that runs and return False. An
+    agent that is about to end doesn't take it: then the lock will be free in a moment.
     """
     deadline = time.monotonic() + STARTING_SECONDS
     while True:

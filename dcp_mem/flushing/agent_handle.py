@@ -41,7 +41,6 @@ def log_path(root: str) -> str:
 
 
 def is_alive(root: str) -> bool:
-    """Return whether this memory root's agent runs."""
     try:
         descriptor = os.open(os.path.join(root, ".agent", "lock"), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -68,13 +67,9 @@ class AgentHandle:
         self._silent_tries = 0
 
     def wake(self, registration: Registration, *, is_waiting: bool = False) -> str:
-        """Tell the agent that a checkpoint awaits its flush; start an agent if none runs.
-
-        Doesn't wait for the agent's start.
-
-        `is_waiting`: the caller waits for the flush; training doesn't wait for it. Returns why
-        there is no agent that answers, behind "the agent"; "" where it has answered, or was started
-        for the first time.
+        """Tell the agent that a checkpoint awaits its flush; start an agent if none runs, in the
+        background. `is_waiting`: the caller waits for the flush, and training doesn't. Returns why
+        no agent answers, behind "the agent"; "" where it has, or was started for the first time.
         """
         message = pickle.dumps(registration)
         is_short = self._silent_tries % _LONG_TRY > 0 and not is_waiting
@@ -125,10 +120,9 @@ def _has_ended(child: int) -> bool:
 
 
 def send(root: str, message: bytes, seconds: float = _ANSWER_SECONDS) -> bytes | None:
-    """Hand a registration to the agent that runs.
-
-    Returns its answer, b"+" or, where it can't read the message, b"-"; b"" where no agent takes it;
-    None where one runs and hasn't answered: it reads the message as soon as it can.
+    """Hand a registration to the agent that runs. Returns its answer, b"+" or, where it can't read
+    the message, b"-"; b"" where no agent takes it; None where one runs and hasn't answered: it
+    reads the message as soon as it can.
     """
     try:
         with socket_directory(root) as directory, socket.socket(socket.AF_UNIX) as connection:

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
 
 from dcp_mem.common import faults
 from dcp_mem.common.files import read_bytes
+from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointExists, ManifestInvalid, StorageKeyMissing, StorageUnavailable
 from dcp_mem.flushing.orphans import collect_older_attempts
 from dcp_mem.flushing.parts import (
@@ -38,7 +38,7 @@ from dcp_mem.flushing.parts import (
     Parts,
     catalog_of,
     committed_metadata,
-    committed_save_id,
+    drop_part,
     has_new_catalog,
     parts_of,
     put_part,
@@ -54,7 +54,6 @@ from dcp_mem.policy.order import is_newer
 from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import committed_under
 
-T = TypeVar("T")
 _MOST_RANKS = 8
 """Ranks that a message lists."""
 
@@ -64,10 +63,9 @@ class Evicted(Exception):
 
 
 class NotYet(Exception):
-    """Another node's part is missing, while this node's is done: repeat the flush in a while.
-
-    A flush doesn't wait for other nodes itself: what they wait for may be next in this node's
-    queue. A repeated flush costs little once this node's part is stored.
+    """Another node's part is missing, while this node's is done: repeat the flush in a while. A
+    flush doesn't wait itself: what other nodes wait for may be next in this node's queue. A
+    repeated flush costs little once this node's part is stored.
     """
 
 
@@ -84,13 +82,19 @@ class Superseded(Exception):
 
 
 def flush(job: FlushJob) -> bool:
-    """Make a complete checkpoint durable; on return it is committed, by this node or another.
-
-    Returns whether this node is the one that has committed it. Raises StorageUnavailable,
-    StorageRefused, AlreadyFlushing, NotYet, CheckpointExists, Evicted, Superseded, SegmentCorrupt,
-    StorageTaken.
+    """Make a complete checkpoint durable; return whether this node is the one that has committed
+    it.
     """
-    return with_lease(job.checkpoint, lambda: _flush(job))
+    try:
+        with _leased(job.checkpoint):
+            return _flush(job)
+    except Evicted:
+        try:
+            drop_part(job)
+        except Exception as error:
+            name, remedy = job.checkpoint.name, "collect_orphans does"
+            log.warning("what was put of %s can't be taken away (%s): %s", name, remedy, error)
+        raise
 
 
 def _flush(job: FlushJob) -> bool:
@@ -135,8 +139,9 @@ def _flush(job: FlushJob) -> bool:
     # Looked at again: taking parts over may have taken minutes.
     refuse_to_bring_back(job)
     refuse_to_come_late(job, parts)
-    if not job.takes_rejected:
-        _refuse_rejected(job)
+    why = rejection_in(job.checkpoint.directory, manifest.save_id)
+    if why and not job.takes_rejected:
+        raise Superseded(f"rejected: {why}")
     with job.meter.stage("commit"):
         replaced = commit(job)
     # A newer run may have taken the storage meanwhile, and may be replacing what was committed.
@@ -151,20 +156,13 @@ def _flush(job: FlushJob) -> bool:
     return True
 
 
-def _refuse_rejected(job: FlushJob) -> None:
-    """Raise Superseded where the checkpoint has been rejected meanwhile."""
-    why = rejection_in(job.checkpoint.directory, job.checkpoint.manifest.save_id)
-    if why:
-        raise Superseded(f"rejected: {why}")
-
-
 def _check_that_all_parts_are_stored(job: FlushJob, parts: Parts) -> None:
     """Raise NotYet unless every node's part is stored, and the commit is this node's to make."""
     missing = parts.missing()
     for node in missing:
         if node in job.lost:
             raise NotYet(_missing_of_lost(job, parts, node))
-    if not job.may_commit:
+    if job.checkpoint.manifest.committer not in {job.node, *job.lost}:
         job.check_ownership()  # the committer will not commit it any more, if another run has it
         raise NotYet(f"node {job.checkpoint.manifest.committer} has not committed it yet")
     if missing:
@@ -182,10 +180,10 @@ def _missing_of_lost(job: FlushJob, parts: Parts, node: str) -> str:
     return f"node {node} is lost, and no other has put a copy of the segments of ranks {some} yet"
 
 
-def with_lease(checkpoint: LocalCheckpoint, act: Callable[[], T]) -> T:
-    """Call `act` while neither eviction nor a new save can touch the checkpoint.
-
-    Raises Evicted, AlreadyFlushing.
+@contextmanager
+def _leased(checkpoint: LocalCheckpoint) -> Iterator[None]:
+    """Keep eviction, new saves and this node's other flushers from the checkpoint. Raises Evicted
+    where it has left memory, before or meanwhile.
     """
     try:
         descriptor = os.open(checkpoint.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -196,7 +194,7 @@ def with_lease(checkpoint: LocalCheckpoint, act: Callable[[], T]) -> T:
         if not share(descriptor) or not _is_in_memory(checkpoint):
             raise Evicted(checkpoint.name)
         with _only_flusher(checkpoint):
-            return act()
+            yield
     except Exception:
         if _is_in_memory(checkpoint):
             raise
@@ -230,12 +228,9 @@ def _is_in_memory(checkpoint: LocalCheckpoint) -> bool:
 
 
 def refuse_to_overwrite(job: FlushJob) -> None:
-    """Make sure that no other checkpoint of the name is committed, where overwrite=False.
-
-    Raises CheckpointExists.
-    """
+    """Make sure that no other checkpoint of the name is committed, where overwrite=False."""
     manifest = job.checkpoint.manifest
-    if job.overwrite or committed_save_id(job.storage, manifest) == manifest.save_id:
+    if job.overwrite or manifest.save_id.encode() in committed_metadata(job):
         return
     listed = {entry.name for entry in job.storage.ls(manifest.name)}
     if names.metadata_file(manifest.scope) in listed:
@@ -243,10 +238,7 @@ def refuse_to_overwrite(job: FlushJob) -> None:
 
 
 def refuse_to_bring_back(job: FlushJob) -> None:
-    """Make sure that what the save found and made on storage is still there.
-
-    Raises Superseded.
-    """
+    """Raise Superseded unless what the save found and made on storage is still there."""
     manifest = job.checkpoint.manifest
     if manifest.replaces is None:
         return
@@ -262,15 +254,10 @@ def refuse_to_bring_back(job: FlushJob) -> None:
 
 
 def refuse_to_come_late(job: FlushJob, parts: Parts) -> None:
-    """Make sure that no newer attempt of the name is committed.
-
-    The job may have gone on elsewhere; this node's memory doesn't show it.
-
-    Raises Superseded.
-    """
+    """Raise Superseded where a newer attempt of the name is committed, maybe on other nodes."""
     manifest = job.checkpoint.manifest
     others = list(parts.other_attempts())
-    committed = committed_metadata(job.storage, manifest) if others else b""
+    committed = committed_metadata(job) if others else b""
     for save_id in others:
         other = _stored_manifest(job, save_id) if save_id.encode() in committed else None
         if other is not None and is_newer(other.place, manifest.place):
@@ -289,10 +276,8 @@ def _stored_manifest(job: FlushJob, save_id: str) -> Manifest | None:
 
 
 def commit(job: FlushJob) -> bytes:
-    """Publish the catalog, the manifest and last, in one put, `.metadata`.
-
-    Returns the `.metadata` that was replaced; empty if there was none. Raises CheckpointExists,
-    StorageUnavailable, StorageRefused, SegmentCorrupt, SegmentsGone.
+    """Publish the catalog, the manifest and last, in one put, `.metadata`; return the one it
+    replaced.
     """
     manifest = job.checkpoint.manifest
     catalog = catalog_of(job.checkpoint)
@@ -305,7 +290,7 @@ def commit(job: FlushJob) -> bytes:
     key = job.key(names.metadata_file(manifest.scope))
     # In this order: what another run commits after the first line lets the put fail, and what it
     # has committed before lets the check fail.
-    before = committed_metadata(job.storage, manifest)
+    before = committed_metadata(job)
     job.check_ownership()
     _check_that_all_segments_are_stored(job)
     if not job.may_commit_now():
@@ -322,10 +307,9 @@ def commit(job: FlushJob) -> bytes:
 
 
 def _check_that_all_segments_are_stored(job: FlushJob) -> None:
-    """Raise SegmentsGone where a segment is missing, or has another length.
-
-    Whoever collects orphans may take a slow flush for one that was given up. The node manifests
-    that claim the segments are removed, so that their nodes, or holders of copies, put them again.
+    """Raise SegmentsGone where a segment is missing, or has another length. Whoever collects
+    orphans may take a slow flush for one that was given up. The node manifests that claim the
+    segments are removed, so that their nodes, or holders of copies, put them again.
     """
     manifest, stored = job.checkpoint.manifest, stored_sizes(job)
     gone = [one for one in manifest.segments if stored.get(one.file) != one.nbytes]
@@ -339,9 +323,8 @@ def _check_that_all_segments_are_stored(job: FlushJob) -> None:
 
 
 def _put_metadata(job: FlushJob, key: str, before: bytes, metadata: bytes) -> None:
-    """Put `.metadata` if storage still has what it had before: nobody's commit is overwritten.
-
-    What this very save has committed is replaced in any case, unless it is the same.
+    """Put `.metadata` if storage still has what it had before: nobody's commit is overwritten. What
+    this very save has committed is replaced in any case, unless it is the same.
     """
     if before == metadata:
         return
@@ -362,12 +345,11 @@ def _put_metadata(job: FlushJob, key: str, before: bytes, metadata: bytes) -> No
 
 def _is_committed(job: FlushJob) -> bool:
     """Return whether storage has the checkpoint; on the committer, with the catalog that it has.
-
     Planners that hand their metadata over only in `finish` have the coordinator replace the catalog
     after the commit. The manifest is put before `.metadata`: only both together show a commit.
     """
     manifest = job.checkpoint.manifest
-    metadata = committed_metadata(job.storage, manifest)
+    metadata = committed_metadata(job)
     if manifest.save_id.encode() not in metadata:
         return False
     if manifest.committer != job.node:

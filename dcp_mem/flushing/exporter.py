@@ -47,11 +47,9 @@ class JobExporter:
 
     @property
     def is_running(self) -> bool:
-        """Whether an export is under way."""
         return self._process is not None
 
     def is_needed(self) -> bool:
-        """Return whether an export is under way, or still to be made."""
         return self.is_running or bool(self._known and self._known.open)
 
     def stop(self) -> None:
@@ -60,7 +58,6 @@ class JobExporter:
             self._process.stdin.close()
 
     def _looked(self, registration: Registration) -> ExportRecords:
-        """Return the records, with all that is new looked at."""
         order, known = registration.export, self._known or read_exports(self._directory)
         assert order is not None
         memory = JobMemory(self._root, self._job)

@@ -29,11 +29,8 @@ class Meter:
         retries: Callable[[], int] = lambda: 0,
         report: Callable[[str, Transfer], None] = lambda stage, transfer: None,
     ) -> None:
-        """Begin an attempt.
-
-        `retries`: returns how many requests were repeats so far, of this attempt and others.
-        `report`: called with stage and figures, every half second at most, by the thread that
-        counts: it must be quick, and not raise.
+        """Begin an attempt. `retries` returns how many requests were repeats so far, of this
+        attempt and others. `report` is called every half second at most, by the thread that counts.
         """
         self._lock = threading.Lock()
         self._so_far = before or Transfer()
@@ -61,9 +58,8 @@ class Meter:
             self._has_begun = True
 
     def count(self, nbytes: int, *, is_sent: bool, is_reused: bool = False) -> None:
-        """Count a part that storage has now, sent by this attempt or by an earlier one.
-
-        `is_reused`: whether this attempt has had it copied from an earlier checkpoint.
+        """Count a part that storage has now, sent or copied (`is_reused`) by this attempt, or
+        earlier.
         """
         with self._lock:
             known = self._so_far
@@ -84,7 +80,6 @@ class Meter:
 
     @contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:
-        """Time what runs meanwhile, as this stage."""
         with self._lock:
             self._stage, self._since = stage, time.monotonic()
         try:
@@ -95,7 +90,6 @@ class Meter:
                 self._stage = None
 
     def transfer(self) -> Transfer:
-        """Return the figures up to now, of all attempts."""
         with self._lock:
             return self._at(time.monotonic())
 
@@ -113,10 +107,7 @@ class Meter:
 
 
 class Throttle:
-    """Lets through so many bytes per second. Thread-safe.
-
-    `bytes_per_second`: the most to send per second; None for no limit.
-    """
+    """Lets through so many bytes per second; None for no limit. Thread-safe."""
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self._rate = bytes_per_second

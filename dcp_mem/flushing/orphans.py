@@ -16,7 +16,7 @@ from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.policy.order import is_newer
-from dcp_mem.storage import Entry, OfOneFile, Storage
+from dcp_mem.storage import OfOneFile, Storage
 
 _OWN = re.compile(r"(?:node|manifest|segment|ticket|rejected)-([0-9a-f]{8})(?:-.*)?\.json")
 _CATALOG = re.compile(r"catalog-[0-9a-f]+")
@@ -62,14 +62,11 @@ class Orphan:
 def collect_older_attempts(
     storage: Storage, manifest: Manifest, may_drop: MayDrop = lambda run, save_id: True
 ) -> None:
-    """Remove what older attempts have left under a committed checkpoint's name.
-
-    Uploads that this checkpoint's own attempts have broken off go, too. An attempt is older if its
-    manifest says so, or if all that it has put was put before anything of this one: an attempt that
-    goes on meanwhile is left alone. The times compared are all of the storage's one clock.
-
-    `may_drop`: tells of an attempt whether it may be removed. Given the token of its run, or ""
-    where that isn't known, and the save id.
+    """Remove what older attempts have left under a committed checkpoint's name. Uploads that this
+    checkpoint's own attempts have broken off go, too. An attempt is older if its manifest says so,
+    or if all that it has put was put before anything of this one: an attempt that goes on meanwhile
+    is left alone. The times compared are all of the storage's one clock. `may_drop` is asked with
+    the token of an attempt's run ("": unknown) and its save id.
     """
     found = [one for one in _files(storage, manifest.name) if _is_of_scope(one, manifest.scope)]
     own_times = [
@@ -101,12 +98,8 @@ def collect_older_attempts(
 
 
 def delete_checkpoint(storage: Storage, name: str) -> int:
-    """Delete everything under a checkpoint's name.
-
-    `.metadata` goes first: a deletion that is broken off leaves nothing that readers take for a
-    checkpoint.
-
-    Returns how many bytes were deleted.
+    """Delete everything under a checkpoint's name; return how many bytes. `.metadata` goes first: a
+    deletion that is broken off leaves nothing that readers take for a checkpoint.
     """
     found = list(_walk(storage, name))
     for key, _ in sorted(
@@ -119,11 +112,8 @@ def delete_checkpoint(storage: Storage, name: str) -> int:
 
 
 def delete_attempt(storage: Storage, name: str, save_id: str) -> None:
-    """Delete what one attempt has put under a name.
-
-    What attempts share (catalogs) goes as well where there is no other attempt.
-    """
-    found = sorted(_files(storage, name), key=_inner_first)
+    """Delete what one attempt has put under a name; what attempts share if there is no other."""
+    found = sorted(_files(storage, name), key=lambda one: one.key)  # inner directories first
     is_only = {one.save_id for one in found if not one.is_ticket} <= {save_id, ""}
     for one in found:
         if (one.save_id == save_id or is_only) and not _is_drop(storage, one):
@@ -131,11 +121,8 @@ def delete_attempt(storage: Storage, name: str, save_id: str) -> None:
 
 
 def orphans(storage: Storage, older_than: float) -> list[Orphan]:
-    """Return dcp_mem's files under names without a committed checkpoint, and unfinished uploads.
-
-    Files that dcp_mem hasn't written are never among them.
-
-    `older_than`: seconds since the last change under the name, or of the upload.
+    """Return dcp_mem's files under names without a committed checkpoint, and unfinished uploads,
+    whose last change is so many seconds ago. Others' files are never among them.
     """
     cutoff = time.time() - older_than
     listed = {entry.name for entry in storage.ls("") if entry.is_directory}
@@ -154,20 +141,19 @@ def orphans(storage: Storage, older_than: float) -> list[Orphan]:
             found += under
         elif is_committed:
             found += [one for one in under if one.is_unfinished and 0.0 < one.modified < cutoff]
-    return sorted(found, key=_inner_first)
+    return sorted(found, key=lambda one: one.key)
 
 
 def _files(storage: Storage, name: str) -> Iterator[Orphan]:
-    """Yield what attempts have put under a name."""
-    for entry in storage.ls(name):
-        match = names.SEGMENT.fullmatch(entry.name)
-        if match is not None:
-            yield _orphan(f"{name}/{entry.name}", entry, match[3])
-    for entry in storage.ls(f"{name}/{names.OWN}"):
-        match = _OWN.fullmatch(entry.name)
-        if match is not None or _CATALOG.fullmatch(entry.name):
-            key, save_id = f"{name}/{names.OWN}/{entry.name}", "" if match is None else match[1]
-            yield _orphan(key, entry, save_id)
+    for prefix, patterns in ((name, (names.SEGMENT,)), (f"{name}/{names.OWN}", (_OWN, _CATALOG))):
+        for entry in storage.ls(prefix):
+            if any(pattern.fullmatch(entry.name) for pattern in patterns):
+                yield Orphan(
+                    key=f"{prefix}/{entry.name}",
+                    nbytes=entry.nbytes,
+                    modified=entry.modified,
+                    save_id=_save_id_of(entry.name) or "",
+                )
     for left in storage.unfinished(name):
         attempt = _save_id_of(left.key.rpartition("/")[2])
         if attempt is not None and left.key.startswith(f"{name}/"):
@@ -186,15 +172,6 @@ def _save_id_of(file: str) -> str | None:
     return "" if _CATALOG.fullmatch(file) or _METADATA.fullmatch(file) else None
 
 
-def _inner_first(one: Orphan) -> str:
-    """Order what is removed: each directory goes with its last file, so inner ones come first."""
-    return one.key
-
-
-def _orphan(key: str, entry: Entry, save_id: str) -> Orphan:
-    return Orphan(key=key, nbytes=entry.nbytes, modified=entry.modified, save_id=save_id)
-
-
 def _is_drop(storage: Storage, one: Orphan) -> bool:
     """Return whether it says that an attempt was dropped: whoever has put that has to find it."""
     try:
@@ -206,9 +183,8 @@ def _is_drop(storage: Storage, one: Orphan) -> bool:
 
 
 def _is_of_scope(one: Orphan, scope: str) -> bool:
-    """Return whether it may be an attempt of the same ranks.
-
-    A rank that saved alone has file names of its own.
+    """Return whether it may be an attempt of the same ranks: one that saved alone has its own
+    files.
     """
     match = names.SEGMENT.fullmatch(one.key.rpartition("/")[2])
     return scope == names.COLLECTIVE or (

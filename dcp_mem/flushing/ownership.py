@@ -29,10 +29,7 @@ _NOBODY = "another run"
 
 
 class Ownership:
-    """One node's part in the ownership of its job's storage.
-
-    `is_live`: returns whether a trainer of the job lives on this node.
-    """
+    """One node's part in the ownership of its job's storage."""
 
     def __init__(
         self, memory: JobMemory, storage: Storage, is_live: Callable[[], bool] = lambda: True
@@ -42,14 +39,10 @@ class Ownership:
 
     @property
     def storage(self) -> Storage:
-        """The job's root."""
         return self._storage
 
     def claim(self) -> None:
-        """Take generations for the runs in this memory that have none yet; oldest run first.
-
-        Raises StorageTaken, StorageUnavailable, StorageRefused.
-        """
+        """Take generations for the runs in this memory that have none yet; oldest run first."""
         for _ in range(_TRIES):
             newest = self._newest_claim()
             runs = self._runs()
@@ -65,24 +58,17 @@ class Ownership:
         raise StorageUnavailable(self._storage.url, "other runs take one generation after another")
 
     def check(self) -> None:
-        """Make sure that no newer run has taken the storage.
-
-        Raises StorageTaken, StorageUnavailable, StorageRefused.
-        """
+        """Raise StorageTaken where a newer run has taken the storage."""
         newest = self._newest_claim()
         if newest and not self._is_ours(newest):
             raise self._taken(newest)
 
     def is_own(self, run: str) -> bool:
-        """Return whether this memory acts for a run."""
         return run in self._lineage()
 
     def may_delete(self, run: str) -> bool:
         """Return whether a run's files may be deleted: all, where the storage has conditions.
-
-        Without conditions nobody can be kept from committing what is deleted at the same moment.
-
-        `run`: token of the run that has put the files; "" where it isn't known.
+        Without, nobody can be kept from committing what is deleted at the same moment.
         """
         return self._storage.has_conditions() or (run != "" and self.is_own(run))
 
@@ -102,10 +88,8 @@ class Ownership:
         return {*self._runs(), *self._memory.generations()}
 
     def _without_claim(self, runs: dict[str, int]) -> list[tuple[str, int]]:
-        """Return the newest runs whose claim is missing, or too low, oldest first.
-
-        A run that is older than one with a claim can't get a generation of its own any more; its
-        saves keep the numbers that they have.
+        """Return the newest runs whose claim is missing, or too low, oldest first. A run that is
+        older than one with a claim can't get a generation any more; its saves keep their numbers.
         """
         claimed, missing = self._claimed(), list[tuple[str, int]]()
         for run, generation in runs.items():
@@ -116,7 +100,6 @@ class Ownership:
         return missing
 
     def _claimed(self) -> dict[str, int]:
-        """Return the newest claim of each run."""
         return {run: generation for generation, (run, _) in sorted(self._claims.items())}
 
     def _note(self, runs: dict[str, int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from dcp_mem.common import faults
@@ -20,7 +20,7 @@ from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.flushing.orphans import COMMIT, DROP
 from dcp_mem.flushing.ownership import Ownership
 from dcp_mem.flushing.reuse import Reuse
-from dcp_mem.flushing.upload import SegmentUpload, Uploaded, upload_all
+from dcp_mem.flushing.upload import SegmentUpload, upload_all
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest, items_of
@@ -32,8 +32,6 @@ from dcp_mem.storage import Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushJob:
-    """One attempt at flushing one checkpoint."""
-
     checkpoint: LocalCheckpoint
     node: str
     storage: Storage
@@ -54,15 +52,9 @@ class FlushJob:
     reuse: Reuse | None = None  # what unchanged parts are copied from; None: everything is sent
     takes_rejected: bool = False  # whether a checkpoint that was rejected is committed all the same
 
-    @property
-    def may_commit(self) -> bool:
-        """Whether this node is the committer, or the committer is lost."""
-        return self.checkpoint.manifest.committer in {self.node, *self.lost}
-
     def check_ownership(self) -> None:
-        """Make sure that no newer run has taken the storage; raise StorageTaken where one has.
-
-        Ranks that save alone share a storage without agreeing on anything: each owns its files.
+        """Raise StorageTaken where a newer run has taken the storage. Ranks that save alone share a
+        storage without agreeing on anything: each owns its files.
         """
         is_shared = self.checkpoint.manifest.scope == names.COLLECTIVE
         if self.ownership is not None and is_shared:
@@ -75,10 +67,8 @@ class FlushJob:
         return self._settle(self.checkpoint.manifest.save_id, COMMIT) == COMMIT
 
     def may_drop(self, run: str, save_id: str) -> bool:
-        """Decide that an attempt under this checkpoint's name is dropped, if it still can be.
-
-        `run`: token of the run that made it; "" where that isn't known. Returns False where its run
-        may have committed it, or is about to.
+        """Decide that an attempt under this checkpoint's name is dropped, if it still can be: False
+        where its run ("": unknown) may have committed it, or is about to.
         """
         if self.ownership is None or (run and self.ownership.is_own(run)):
             return True
@@ -94,7 +84,6 @@ class FlushJob:
         return wanted
 
     def key(self, file: str) -> str:
-        """Return a file's key on storage."""
         return f"{self.checkpoint.name}/{file}"
 
 
@@ -114,7 +103,6 @@ class Parts:
         return self._has(names.stored_segment_table(self.manifest.save_id, rank))
 
     def missing(self) -> list[str]:
-        """Return the nodes whose part isn't stored yet."""
         return [node for node in self.manifest.nodes if not self.has_node(node)]
 
     def other_attempts(self) -> Iterator[str]:
@@ -130,21 +118,42 @@ class Parts:
 
 
 def parts_of(job: FlushJob) -> Parts:
-    """List on storage which parts of the checkpoint are there."""
     listed = job.storage.ls(job.key(names.OWN))
     return Parts(job.checkpoint.manifest, frozenset(entry.name for entry in listed))
 
 
 def put_part(job: FlushJob) -> None:
-    """Upload this node's segments, and then its node manifest: it says that all of them are stored.
+    """Upload this node's segments, and then its node manifest, which says that all are stored.
 
-    Raises StorageUnavailable, StorageRefused, SegmentCorrupt.
+    What has changed since its checksums were made isn't put. Where none have been made so far,
+    those of the bytes that were put are kept beside the segment, if memory has room.
     """
-    manifest = job.checkpoint.manifest
+    manifest, reuse = job.checkpoint.manifest, job.reuse
+    segments = manifest.of_node(job.node)
     with job.meter.stage("segments"):
-        uploaded = put_segments(job, manifest.of_node(job.node))
-    faults.point("flush.segments")
+        stored, catalog = stored_sizes(job), catalog_of(job.checkpoint)
+        sources = {} if reuse is None else reuse.sources(job.storage, manifest, segments)
+        outgoing = [
+            SegmentUpload(
+                segment=segment,
+                table=_table(job, catalog, segment),
+                key=job.key(segment.file),
+                is_stored=stored.get(segment.file) == segment.nbytes,
+                is_hashed=reuse is not None,
+                stored=sources.get(segment.file),
+            )
+            for segment in segments
+        ]
+        uploaded = upload_all(
+            job.checkpoint.directory, outgoing, job.storage, job.meter, job.throttle
+        )
     tables = {file: one.table for file, one in uploaded.items()}
+    if job.memory is not None:
+        try:
+            job.memory.add_checksums(manifest, tables)
+        except MemoryBudgetExceeded as error:  # storage has them all the same
+            log.warning("%s has no checksums in memory: %s", manifest.name, error)
+    faults.point("flush.segments")
     parts = {file: one.parts for file, one in uploaded.items() if one.parts is not None}
     job.storage.put(
         job.key(names.stored_node_manifest(manifest.save_id, job.node)),
@@ -156,41 +165,9 @@ def put_part(job: FlushJob) -> None:
             parts=parts,
         ).to_json(),
     )
-    if job.reuse is not None:
-        job.reuse.note(manifest, parts)
+    if reuse is not None:
+        reuse.note(manifest, parts)
     faults.point("flush.node_manifest")
-
-
-def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, Uploaded]:
-    """Upload segments that lie here; read those that storage has already for their checksums.
-
-    What has changed since its checksums were made isn't put. Where none have been made so far,
-    those of the bytes that were put are kept beside the segment, if memory has room.
-
-    Raises StorageUnavailable, StorageRefused, SegmentCorrupt.
-    """
-    stored, catalog = stored_sizes(job), catalog_of(job.checkpoint)
-    manifest, reuse = job.checkpoint.manifest, job.reuse
-    sources = {} if reuse is None else reuse.sources(job.storage, manifest, segments)
-    outgoing = [
-        SegmentUpload(
-            segment=segment,
-            table=_table(job, catalog, segment),
-            key=job.key(segment.file),
-            is_stored=stored.get(segment.file) == segment.nbytes,
-            is_hashed=reuse is not None,
-            stored=sources.get(segment.file),
-        )
-        for segment in segments
-    ]
-    uploaded = upload_all(job.checkpoint.directory, outgoing, job.storage, job.meter, job.throttle)
-    if job.memory is not None:
-        tables = {file: one.table for file, one in uploaded.items()}
-        try:
-            job.memory.add_checksums(manifest, tables)
-        except MemoryBudgetExceeded as error:  # storage has them all the same
-            log.warning("%s has no checksums in memory: %s", manifest.name, error)
-    return uploaded
 
 
 def _table(job: FlushJob, catalog: Catalog, segment: Segment) -> ItemTable:
@@ -206,20 +183,17 @@ def _table(job: FlushJob, catalog: Catalog, segment: Segment) -> ItemTable:
 
 
 def stored_sizes(job: FlushJob) -> dict[str, int]:
-    """Return how many bytes storage has of each segment, by file."""
     listed = job.storage.ls(job.checkpoint.name)
     return {entry.name: entry.nbytes for entry in listed if not entry.what}
 
 
 def drop_part(job: FlushJob) -> None:
-    """Remove what this node has put of a checkpoint that it can't finish.
-
-    What is stored whole stays: this node's finished part, a segment that another node has put, and
-    everything once the checkpoint is committed.
+    """Remove what this node has put of a checkpoint that it can't finish. What is stored whole
+    stays: this node's finished part, a segment that another node has put, and everything once the
+    checkpoint is committed.
     """
     parts, manifest = parts_of(job), job.checkpoint.manifest
-    is_committed = committed_save_id(job.storage, manifest) == manifest.save_id
-    if parts.has_node(job.node) or is_committed:
+    if parts.has_node(job.node) or manifest.save_id.encode() in committed_metadata(job):
         return
     for segment in manifest.of_node(job.node):
         if not parts.has_segment(segment.rank):
@@ -227,16 +201,10 @@ def drop_part(job: FlushJob) -> None:
             job.storage.delete(job.key(segment.file))
 
 
-def committed_save_id(storage: Storage, manifest: Manifest) -> str:
-    """Return the manifest's save id where `.metadata` on storage is that of its save, else ""."""
-    is_committed = manifest.save_id.encode() in committed_metadata(storage, manifest)
-    return manifest.save_id if is_committed else ""
-
-
-def committed_metadata(storage: Storage, manifest: Manifest) -> bytes:
+def committed_metadata(job: FlushJob) -> bytes:
     """Return the `.metadata` that storage has under the name; empty where there is none."""
     try:
-        return storage.get(f"{manifest.name}/{names.metadata_file(manifest.scope)}")
+        return job.storage.get(job.key(names.metadata_file(job.checkpoint.manifest.scope)))
     except StorageKeyMissing:
         return b""
 
@@ -252,10 +220,7 @@ def has_new_catalog(checkpoint: LocalCheckpoint) -> bool:
 
 
 def catalog_of(checkpoint: LocalCheckpoint) -> Catalog:
-    """Return the catalog that lies beside a checkpoint in memory.
-
-    Raises SegmentCorrupt.
-    """
+    """Return the catalog that lies beside a checkpoint in memory, or raise SegmentCorrupt."""
     try:
         return read_catalog(checkpoint.directory, checkpoint.manifest.catalog)
     except FileNotFoundError:

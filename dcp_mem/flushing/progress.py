@@ -13,6 +13,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import HISTORIES, Outcome, Transfer
 from dcp_mem.errors import DcpMemError, ManifestInvalid, StorageKeyMissing
 from dcp_mem.flushing.metering import Meter
+from dcp_mem.flushing.registration import Registration
 from dcp_mem.format import history, names
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.format.manifest import FlushRecord
@@ -28,96 +29,83 @@ class FlushAttempt:
     """One attempt at a flush; its progress stands in the checkpoint's record in memory."""
 
     def __init__(
-        self, memory: JobMemory, checkpoint: LocalCheckpoint, waited_seconds: float
+        self,
+        registration: Registration,
+        memory: JobMemory,
+        checkpoint: LocalCheckpoint,
+        waited_seconds: float,
     ) -> None:
-        """Begin an attempt.
-
-        `waited_seconds`: time since this node's part was done, spent in waiting for other nodes.
-        """
-        self._memory, self._checkpoint = memory, checkpoint
+        """Begin an attempt, so many seconds after this node's part was done."""
+        self.registration, self.memory, self.checkpoint = registration, memory, checkpoint
         self._started = time.monotonic()
         before = checkpoint.flush.transfer
         self._before = replace(before, waiting_seconds=before.waiting_seconds + waited_seconds)
         self._meter = Meter(self._before)
         if checkpoint.flush.again:
-            self.note(replace(checkpoint.flush, again=0.0))  # it isn't due later any more, but now
+            self._note(replace(checkpoint.flush, again=0.0))  # it isn't due later any more, but now
 
     @property
     def seconds(self) -> float:
-        """Seconds since the attempt began."""
         return time.monotonic() - self._started
 
     def meter(self, storage: RetryingStorage) -> Meter:
-        """Return what counts this attempt on its way to the storage.
-
-        `storage`: the attempt's storage, which counts how often it repeats a request.
-        """
         self._meter = Meter(self._before, retries=lambda: storage.retries, report=self._report)
         return self._meter
 
-    def record(self) -> FlushRecord:
-        """Return the checkpoint's record with the figures up to now."""
-        return self._record_at("", self._meter.transfer())
-
-    def note(self, record: FlushRecord) -> None:
-        """Write the record down in memory, if there is room for that."""
-        try:
-            self._memory.record_flush(self._checkpoint, record)
-        except (DcpMemError, OSError) as error:
-            log.debug("how far %s is can't be written down: %s", self._checkpoint.name, error)
+    def ended(
+        self, outcome: Outcome, *, error: str = "", durable: float = 0.0, again: float = 0.0
+    ) -> FlushRecord:
+        found = self._record("", self._meter.transfer())
+        attempts, durable = found.attempts + 1, durable or found.durable
+        return replace(
+            found, outcome=outcome, error=error, durable=durable, again=again, attempts=attempts
+        )
 
     def note_waiting(self) -> None:
         """Write down that this node's part is done, and another node's isn't."""
-        record = self.record()
+        transfer = self._meter.transfer()
         # Otherwise this node has no part of its own.
-        if 0 < record.transfer.nbytes == record.transfer.stored_nbytes:
-            self.note(replace(record, stage="waiting"))
+        if 0 < transfer.nbytes == transfer.stored_nbytes:
+            self._report("waiting", transfer)
 
     def _report(self, stage: str, transfer: Transfer) -> None:
-        self.note(self._record_at(stage, transfer))
+        self._note(self._record(stage, transfer))
 
-    def _record_at(self, stage: str, transfer: Transfer) -> FlushRecord:
-        flush = self._checkpoint.flush
+    def _record(self, stage: str, transfer: Transfer) -> FlushRecord:
+        flush = self.checkpoint.flush
         seconds = flush.seconds + self.seconds
         return replace(flush, seconds=seconds, stage=stage, again=0.0, transfer=transfer)
+
+    def _note(self, record: FlushRecord) -> None:
+        """Write the record down in memory, if there is room for that."""
+        try:
+            self.memory.record_flush(self.checkpoint, record)
+        except (DcpMemError, OSError) as error:
+            log.debug("how far %s is can't be written down: %s", self.checkpoint.name, error)
 
 
 def add_to_stored_history(
     storage: Storage, row: HistoryRow, known: Sequence[HistoryRow], *, is_shown: bool = False
 ) -> None:
-    """Add a checkpoint's row to the history on storage; a failure is logged.
-
-    `row`: takes the place of an earlier one of the same save. `is_shown`: whether people look for
-    the history in the root itself: a copy is put there.
+    """Add a checkpoint's row to the history on storage, or replace it; a failure is logged.
+    `is_shown`: people look for the history in the root itself: a copy is put there.
     """
     try:
-        before = _stored_history(storage)
         try:
-            after = (
-                history.to_csv([row])
-                if before is None
-                else history.with_row(before, row, _STORED_ROWS)
-            )
+            before = storage.get(names.job_file(HISTORIES))
+        except StorageKeyMissing:
+            before = history.to_csv([])
+        try:
+            after = history.with_row(before, row, _STORED_ROWS)
         except ManifestInvalid as error:
             log.warning("%s in %s is begun anew: %s", HISTORIES, storage.url, error)
-            durable = [
-                other
-                for other in known
-                if other.save_id != row.save_id and other.outcome == Outcome.DURABLE
-            ]
+            others = [one for one in known if one.save_id != row.save_id]
+            durable = [one for one in others if one.outcome == Outcome.DURABLE]
             after = history.to_csv([*durable, row])
-        if after != before:
-            storage.put(names.job_file(HISTORIES), after)
-        if after != before and is_shown:
-            storage.put(HISTORIES, after)
+        for file in (names.job_file(HISTORIES), *([HISTORIES] if is_shown else [])):
+            if after != before:
+                storage.put(file, after)
     except Exception as error:  # the checkpoint is committed, whatever this may be
         log.warning(
             "%s is durable, but %s in %s doesn't tell: %s", row.name, HISTORIES, storage.url, error
         )
-
-
-def _stored_history(storage: Storage) -> bytes | None:
-    try:
-        return storage.get(names.job_file(HISTORIES))
-    except StorageKeyMissing:
-        return None

@@ -23,10 +23,7 @@ _DEAD_JOB_REFUSALS = 3
 
 @dataclass(slots=True, kw_only=True)
 class FlushState:
-    """The state of one checkpoint's flush after the attempts so far.
-
-    Times are those of `time.monotonic`; 0.0: never.
-    """
+    """The state of one checkpoint's flush so far. Times are of `time.monotonic`; 0.0: never."""
 
     failures: int = 0
     refusals: int = 0
@@ -52,10 +49,7 @@ class FlushState:
         self.due = now + pause
 
     def is_worth_trying(self, last_live: float) -> bool:
-        """Return whether to go on for a job without trainers.
-
-        `last_live`: when a trainer of the job was last seen here; 0.0: never.
-        """
+        """Return whether to go on for a job whose trainers were last seen then; 0.0: never."""
         now = time.monotonic()
         since = min(filter(None, (self.first_failure, self.waiting_since)), default=now)
         # Other nodes' own time, before this one takes their parts over, comes on top.
@@ -64,8 +58,6 @@ class FlushState:
 
 
 class FlushQueue:
-    """One job's checkpoints that await their flush."""
-
     def __init__(self, root: str, job: str) -> None:
         self.job = job
         self._root = root
@@ -75,18 +67,13 @@ class FlushQueue:
         self._runs: set[str] | None = set()  # that have registered; None: for all
 
     def admit(self, run: str) -> None:
-        """Take a run's checkpoints in.
-
-        `run`: token of the run that has registered; "" stands for all runs.
-        """
+        """Take in the checkpoints of a run that has registered; "" stands for all runs."""
         self._runs = {*(self._runs or ()), run} if run else None
 
     def memory(self) -> JobMemory:
-        """Return the job's memory."""
         return JobMemory(self._root, self.job)
 
     def is_live(self) -> bool:
-        """Return whether a trainer of the job lives on this node."""
         is_live = job_is_live(os.path.join(self._root, self.job))
         if is_live:
             self._last_live = time.monotonic()
@@ -105,7 +92,6 @@ class FlushQueue:
             return []
 
     def pending(self) -> list[LocalCheckpoint]:
-        """Return what awaits its flush, newest first."""
         ended = {
             save_id
             for save_id, (_, _, record) in list(self._unwritten.items())
@@ -118,16 +104,14 @@ class FlushQueue:
         ]
 
     def next_due(self) -> LocalCheckpoint | None:
-        """Return what is to be flushed now: what has failed least often, of that the newest.
-
-        What fails again and again keeps no other checkpoint from its turn.
+        """Return what is to be flushed now: what has failed least often, of that the newest. What
+        fails again and again keeps no other checkpoint from its turn.
         """
         now = time.monotonic()
         due = [one for one in self.pending() if self.known_state(one).due <= now]
         return min(due, key=lambda one: self.known_state(one).failures, default=None)
 
     def due_times(self) -> list[float]:
-        """Return when each pending checkpoint is due."""
         return [self.known_state(one).due for one in self.pending()]
 
     def is_busy(self) -> bool:
@@ -142,7 +126,6 @@ class FlushQueue:
         )
 
     def retry(self) -> None:
-        """Make everything due that has failed."""
         for state in list(self._states.values()):
             state.due = 0.0
 
@@ -155,13 +138,11 @@ class FlushQueue:
         return self._states.get(checkpoint.manifest.save_id) or FlushState()
 
     def end(self, checkpoint: LocalCheckpoint) -> None:
-        """Forget the state of a flush that is done."""
         self._states.pop(checkpoint.manifest.save_id, None)
 
     def record(self, memory: JobMemory, checkpoint: LocalCheckpoint, record: FlushRecord) -> None:
-        """Write down how a flush went, later if memory has no room even for that now.
-
-        What is durable with a catalog that was replaced meanwhile is to be flushed once more.
+        """Write down how a flush went, later if memory has no room even for that now. What is
+        durable with a catalog that was replaced meanwhile is to be flushed once more.
         """
         try:
             memory.record_flush(checkpoint, record)
@@ -182,10 +163,9 @@ class FlushQueue:
             self.record(*unwritten)
 
     def _is_admitted(self, checkpoint: LocalCheckpoint) -> bool:
-        """Return whether it is known how to flush a checkpoint.
-
-        Another run's registration tells how to flush what dead runs have left. A run that lives
-        tells how its own checkpoints are flushed.
+        """Return whether it is known how to flush a checkpoint. Another run's registration tells
+        how to flush what dead runs have left. A run that lives tells how its own checkpoints are
+        flushed.
         """
         run = checkpoint.manifest.run
         if self._runs is None or run in self._runs:

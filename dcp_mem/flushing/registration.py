@@ -36,7 +36,6 @@ for one kind of storage."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
     """A job whose checkpoints are to be flushed; what `Settings` has as well means the same.
-
     Options and environment may hold secrets: they stay in memory and out of `repr`.
     """
 
@@ -44,7 +43,7 @@ class Registration:
     url: str
     overwrite: bool  # whether a checkpoint may replace another one of its name
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    # the trainer's variables for storage SDKs; None where the scheduler runs in the trainer itself
+    # the trainer's variables for storage SDKs; None where the loop runs in the trainer itself
     environment: Mapping[str, str] | None = field(default=None, repr=False)
     now: bool = False  # whether a caller waits: failed flushes are tried again at once
     upload_limit: int | None = None  # bytes per second of this node; None: no limit
@@ -62,9 +61,8 @@ class Registration:
     umask: int = 0o077
 
     def reached_by(self, other: Registration) -> Registration:
-        """Return this registration with another one's way to storage: its URL and credentials.
-
-        `other`: of the same job, by somebody who saves nothing, such as `dcp-mem flush`.
+        """Return this registration with the URL and credentials of somebody who saves nothing, such
+        as `dcp-mem flush`.
         """
         return replace(
             self,
@@ -76,12 +74,9 @@ class Registration:
         )
 
     def has_same_destination(self, other: Registration) -> bool:
-        """Return whether both reach the same storage in the same way."""
-        return self._destination == other._destination
-
-    @property
-    def _destination(self) -> tuple[object, ...]:
-        return self.job, self.url, self.storage_options, self.environment
+        """Return whether both reach the same storage in the same way, and as fast."""
+        names = ("job", "url", "storage_options", "environment", "upload_limit", "reuse_stored")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 def registration_of(
@@ -91,11 +86,9 @@ def registration_of(
     nodes: frozenset[str] | None = None,
     run: str = "",
 ) -> Registration:
-    """Return what the agent must know of this job.
-
-    `now`: whether a caller waits for the flush. `nodes`: ids of the nodes on which the job's ranks
-    run, if that is known. `run`: token of the run that registers; "" for one that saves nothing
-    itself.
+    """Return what the agent must know of this job, and of the nodes on which its ranks run. `now`:
+    a caller waits for the flush. `run`: token of the run that registers; "" for one that saves
+    nothing itself.
     """
     assert settings.url is not None
     of_settings = {
@@ -129,12 +122,9 @@ def credential_environment() -> dict[str, str]:
 
 @contextmanager
 def environment_of(registration: Registration) -> Iterator[None]:
-    """Run with the job's credential variables and its umask.
-
-    One agent serves jobs that were started with different ones. Memory's files have modes that are
+    """Run with the job's credential variables and its umask, unless it is this process's own. One
+    agent serves jobs that were started with different ones. Memory's files have modes that are
     stricter than any umask.
-
-    `registration`: brings them; those of this process where it has no variables.
     """
     before, variables = credential_environment(), registration.environment
     if variables is None:  # the trainer's own process

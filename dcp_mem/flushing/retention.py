@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dcp_mem.common.log import log
@@ -44,17 +45,13 @@ class Retainer:
         committed: Manifest,
         ownership: Ownership | None = None,
     ) -> list[str]:
-        """Delete what the policy doesn't keep.
-
-        Only whole checkpoints of dcp_mem's are looked at. The newest stays, and whatever is read.
+        """Delete what the policy doesn't keep, of whole checkpoints of dcp_mem's; return their
+        names. The newest stays, and whatever is read.
 
         1. Look at names that are new on storage.
         2. Let the policy choose, and look again: at what stays, since what was rejected meanwhile
            doesn't count, and at what goes, since another process may have saved it anew.
         3. Delete each that nobody reads, a limited number at once.
-
-        `ownership`: of the storage; None where there is nobody to share it with. Returns names of
-        the deleted checkpoints. Raises StorageUnavailable, StorageRefused, StorageTaken.
         """
         self._look(storage, committed)
         going = {one.key for one in self._leaving(policy, committed)}
@@ -86,10 +83,15 @@ class Retainer:
     def _look_for_rejections(self, storage: Storage, of: Collection[str]) -> None:
         """See which checkpoints have been rejected meanwhile, or aren't any more."""
         ordered = sorted(of)
-        marked = in_daemons(lambda name: _rejected(storage, name), ordered)
-        for name, rejected in zip(ordered, marked, strict=True):
+
+        def rejected_in(name: str) -> frozenset[str] | None:
+            with suppress(OfOneFile):
+                return rejected_saves(storage, name)
+            return None
+
+        for name, rejected in zip(ordered, in_daemons(rejected_in, ordered), strict=True):
             known = self._known.pop(name)
-            if rejected is None:  # it is looked at again next time
+            if rejected is None:  # it can't be read, and is looked at again next time
                 continue
             candidate = replace(known.candidate, rejected=known.save_id in rejected)
             self._known[name] = replace(known, candidate=candidate)
@@ -113,19 +115,10 @@ class Retainer:
                 self._known[name] = known
 
 
-def _rejected(storage: Storage, name: str) -> frozenset[str] | None:
-    """Return the rejected saves of a name; None where they can't be read."""
-    try:
-        return rejected_saves(storage, name)
-    except OfOneFile:
-        return None
-
-
 def _delete(storage: Storage, name: str, known: _Known) -> bool:
-    """Delete a checkpoint that nobody reads, if it is still that which was looked at.
-
-    Readers take a lease first, and then look whether the checkpoint is committed. Here it is the
-    other way round: `.metadata` goes first, and then leases are looked at. So one of both notices.
+    """Delete a checkpoint that nobody reads, if it is still that which was looked at. Readers take
+    a lease first, and then look whether the checkpoint is committed. Here it is the other way
+    round: `.metadata` goes first, and then leases are looked at. So one of both notices.
     """
     if is_being_read(storage, name):
         return False

@@ -45,7 +45,6 @@ class StoredSegment:
 
     @property
     def source(self) -> Source:
-        """What an upload needs to copy from it."""
         return Source(self.key, self.nbytes, self.parts.etag)
 
 
@@ -79,10 +78,9 @@ class Reuse:
     def sources(
         self, storage: Storage, manifest: Manifest, segments: Sequence[Segment]
     ) -> dict[str, StoredSegment]:
-        """Return what segments may be copied from, by file.
-
-        That is the newest checkpoint of the same ranks that is durable and not rejected. An agent
-        that has put nothing so far finds it by the history on storage.
+        """Return what segments may be copied from, by file: the newest checkpoint of the same ranks
+        that is durable and not rejected. An agent that has put nothing so far finds it by the
+        history on storage.
         """
         try:
             if not self._remembered and not self._has_looked:
@@ -184,13 +182,9 @@ def _read(storage: Storage, name: str, save_id: str, stems: set[str]) -> _Put | 
 
 
 class SegmentCopies:
-    """Decides part by part whether storage copies a segment or is sent it. Thread-safe.
-
-    Parts that can only be copied all together are held back until all are known to be unchanged.
-    Once one has changed, those that were held back have to be sent.
-
-    `stored`: what may be copied from; None for nothing. `upload`: of the segment; None where
-    storage has it already.
+    """Decides part by part whether storage copies a segment or is sent it. Thread-safe. Parts that
+    can only be copied all together are held back until all are known to be unchanged. Once one has
+    changed, those that were held back have to be sent.
     """
 
     def __init__(
@@ -209,9 +203,8 @@ class SegmentCopies:
         self._lock = threading.Lock()
 
     def may_be_same(self, number: int, crc32c: int) -> bool:
-        """Return whether it is worth hashing a part: the source's has the same CRC32C.
-
-        Without a source everything is: the next checkpoint may be made from this one.
+        """Return whether it is worth hashing a part: the source's has the same CRC32C, or there is
+        no source, and the next checkpoint may be made from this one.
         """
         if self._stored is None:
             return True
@@ -219,11 +212,7 @@ class SegmentCopies:
         return number < len(known) and known[number] == crc32c
 
     def take(self, number: int, crc32c: int, digest: bytes) -> bool | None:
-        """Have a part copied, if it hasn't changed.
-
-        Returns True: storage has copied it. None: it is held back; see `copy_whole`. False: send
-        it.
-        """
+        """Return whether storage has copied an unchanged part; None: it is held back."""
         if self._stored is None or not (self._copies_parts or self._is_whole):
             return False
         if not self._is_same(self._stored, number, digest):
@@ -254,10 +243,8 @@ class SegmentCopies:
         return is_copied
 
     def released(self, most: int | None = None) -> list[tuple[int, int]]:
-        """Return parts that were held back and are to be sent now, in order, each once.
-
-        `most`: how many; None for all. Returns number and CRC32C of each; nothing as long as all of
-        the segment may be copied.
+        """Return number and CRC32C of parts that were held back and are to be sent now, each once:
+        none as long as all of the segment may be copied.
         """
         with self._lock:
             if self._is_whole:

@@ -29,10 +29,7 @@ from dcp_mem.storage import OfOneFile
 
 def take_over(job: FlushJob, node: str) -> None:
     """Put the copies that lie here of a lost node's segments; with the last, its node manifest.
-
     What this node can't put isn't its failure: another holder may have it.
-
-    Raises StorageUnavailable, StorageRefused.
     """
     for segment in _in_order(job, node):
         is_here = os.path.exists(job.checkpoint.segment_path(segment.file))
@@ -44,9 +41,8 @@ def take_over(job: FlushJob, node: str) -> None:
 
 
 def _in_order(job: FlushJob, node: str) -> Sequence[Segment]:
-    """Return the lost node's segments, reversed on every other node.
-
-    Neighbours in the order of the nodes mostly hold the same copies: they begin at opposite ends.
+    """Return the lost node's segments, reversed on every other node. Neighbours in the order of the
+    nodes mostly hold the same copies: they begin at opposite ends.
     """
     nodes = job.checkpoint.manifest.nodes
     segments = job.checkpoint.manifest.of_node(node)
@@ -75,8 +71,15 @@ def _put_copy(job: FlushJob, segment: Segment) -> None:
         segment.rank,
         segment.node,
     )
+    outgoing = SegmentUpload(
+        segment=segment, table=table, key=job.key(segment.file), is_stored=False
+    )
     try:
-        _upload(job, segment, table)
+        if stored_sizes(job).get(segment.file) != segment.nbytes:
+            with job.meter.stage("segments"):
+                upload_all(
+                    job.checkpoint.directory, [outgoing], job.storage, job.meter, job.throttle
+                )
     except DcpMemError:
         # If another holder was quicker, the upload that this node had begun is gone.
         if not parts_of(job).has_segment(segment.rank):
@@ -89,30 +92,17 @@ def _put_copy(job: FlushJob, segment: Segment) -> None:
     )
 
 
-def _upload(job: FlushJob, segment: Segment, table: ItemTable) -> None:
-    if stored_sizes(job).get(segment.file) != segment.nbytes:
-        outgoing = _segment_upload(job, segment, table, is_stored=False)
-        with job.meter.stage("segments"):
-            upload_all(job.checkpoint.directory, [outgoing], job.storage, job.meter, job.throttle)
-
-
-def _segment_upload(
-    job: FlushJob, segment: Segment, table: ItemTable, *, is_stored: bool
-) -> SegmentUpload:
-    return SegmentUpload(
-        segment=segment, table=table, key=job.key(segment.file), is_stored=is_stored
-    )
-
-
 def _verified_table(job: FlushJob, segment: Segment) -> ItemTable:
-    """Return the segment's items with the checksums that came with its copy, once they hold.
-
-    All of the copy is read before any of it is sent: damaged bytes must never lie under the
-    segment's name on storage (a load returns what was saved, or raises). Raises SegmentCorrupt.
+    """Return the segment's items with the checksums that came with its copy, once they hold. All of
+    the copy is read before any of it is sent: damaged bytes must never lie under the segment's name
+    on storage (a load returns what was saved, or raises).
     """
-    known = _known_table(job, segment)
+    try:
+        known = checksums_of(job.checkpoint, segment.file)
+    except (FileNotFoundError, ManifestInvalid) as error:
+        raise _corrupt(job, segment, f"its checksums: {error}") from None
     table = replace(known, crc32c=known.crc32c[:0])  # compared below, for an error of its own
-    outgoing = _segment_upload(job, segment, table, is_stored=True)
+    outgoing = SegmentUpload(segment=segment, table=table, key="", is_stored=True)
     tables = upload_all(job.checkpoint.directory, [outgoing], job.storage, Meter(), Throttle(None))
     found = tables[segment.file].table.crc32c
     if len(found) != len(known.crc32c):
@@ -121,13 +111,6 @@ def _verified_table(job: FlushJob, segment: Segment) -> ItemTable:
     if wrong:
         raise _corrupt(job, segment, f"{wrong} of {len(found)} blocks aren't what was copied")
     return known
-
-
-def _known_table(job: FlushJob, segment: Segment) -> ItemTable:
-    try:
-        return checksums_of(job.checkpoint, segment.file)
-    except (FileNotFoundError, ManifestInvalid) as error:
-        raise _corrupt(job, segment, f"its checksums: {error}") from None
 
 
 def _corrupt(job: FlushJob, segment: Segment, detail: str) -> SegmentCorrupt:

@@ -51,7 +51,6 @@ class Uploaded:
 
 
 def parts_at_once() -> int:
-    """Return how many parts a node has in flight."""
     return min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, 2 * (os.cpu_count() or 1)))
 
 
@@ -68,8 +67,6 @@ def upload_all(
     2. Put the parts of all segments, in several threads; the first failure stops all. Parts that
        storage has in an earlier checkpoint are copied there.
     3. Finish each segment's upload with its last part.
-
-    Raises StorageUnavailable, StorageRefused, SegmentCorrupt.
     """
     stop = threading.Event()
     with ExitStack() as resources:
@@ -100,28 +97,22 @@ def _opened(
     throttle: Throttle,
     stop: threading.Event,
 ) -> Iterator[_OpenedSegment]:
-    segment = outgoing.segment
-    with _leased(directory, segment) as descriptor:
-        upload = None if outgoing.is_stored else _begun(outgoing, storage)
-        try:
-            yield _OpenedSegment(
-                os.path.basename(directory),
-                outgoing,
-                descriptor,
-                upload,
-                copies=SegmentCopies(outgoing.stored, upload, storage, segment.nbytes),
-                meter=meter,
-                throttle=throttle,
-                stop=stop,
-            )
-        finally:
-            if upload is not None:
-                upload.close()
-
-
-def _begun(outgoing: SegmentUpload, storage: Storage) -> Upload:
-    source = None if outgoing.stored is None else outgoing.stored.source
-    return storage.upload(outgoing.key, outgoing.segment.nbytes, source)
+    nbytes, stored = outgoing.segment.nbytes, outgoing.stored
+    with _leased(directory, outgoing.segment) as descriptor, ExitStack() as resources:
+        upload = None
+        if not outgoing.is_stored:
+            upload = storage.upload(outgoing.key, nbytes, stored.source if stored else None)
+            resources.callback(upload.close)
+        yield _OpenedSegment(
+            os.path.basename(directory),
+            outgoing,
+            descriptor,
+            upload,
+            copies=SegmentCopies(stored, upload, storage, nbytes),
+            meter=meter,
+            throttle=throttle,
+            stop=stop,
+        )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from statistics import median
 
 LEFT, RIGHT = 132.0, 938.0
@@ -32,8 +33,6 @@ _LEAST_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A grid line with its label."""
-
     at: float
     label: str
 
@@ -47,30 +46,21 @@ class Times:
 
     @classmethod
     def around(cls, moments: Iterable[float]) -> Times:
-        """Return an axis that has all these moments on it, with some room at both ends.
-
-        `moments`: seconds since the epoch, in any order; may be empty.
-        """
+        """Return an axis that has all these moments on it, with some room at both ends."""
         found = list(moments)
         first, last = min(found, default=0.0), max(found, default=1.0)
         room = max((last - first) * 0.015, 0.5)
         return cls(first - room, last + room)
 
     def at(self, moment: float) -> float:
-        """Return the coordinate of a moment.
-
-        `moment`: seconds since the epoch; moments outside of the axis go to its ends.
-        """
+        """Return the coordinate of a moment; moments outside of the axis go to its ends."""
         share = (moment - self.first) / (self.last - self.first)
         return LEFT + min(max(share, 0.0), 1.0) * (RIGHT - LEFT)
 
     def ticks(self) -> list[Tick]:
         """Return round moments in UTC, at most eight."""
-        interval = next((step for step in _STEPS if (self.last - self.first) / step <= _LABELS), 0)
-        days = 1
-        while not interval:
-            days *= 2
-            interval = days * _DAY if (self.last - self.first) / (days * _DAY) <= _LABELS else 0
+        steps = chain(_STEPS, (_DAY << doubled for doubled in count(1)))
+        interval = next(step for step in steps if (self.last - self.first) / step <= _LABELS)
         first = math.ceil(self.first / interval)
         return [
             Tick(self.at(number * interval), _clock(number * interval, interval))
@@ -87,8 +77,6 @@ def _clock(moment: float, interval: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened, as a bar."""
-
     at: float
     width: float
     kind: str
@@ -101,13 +89,10 @@ def marks(
     least_width: float,
     seen: str = "",
 ) -> tuple[list[Mark], dict[str, str]]:
-    """Lay out a lane of events: as marks if they are few, else as one SVG path for each kind.
-
-    In paths, events that lie side by side are one bar, and a column that several kinds share is
-    divided among them.
-
-    `seen`: a kind that gets enough of every column to be seen. Returns the marks, and the paths by
-    kind; one of the two is empty.
+    """Lay out a lane of events: as marks if they are few, else as one SVG path for each kind. In
+    paths, events that lie side by side are one bar, and a column that several kinds share is
+    divided among them; the kind `seen` gets enough of it to be seen. One of the two results is
+    empty.
     """
     if len(events) <= _FEW:
         return [
@@ -133,7 +118,7 @@ def _paths(columns: Mapping[int, Mapping[str, int]], width: float, seen: str) ->
     bars: dict[str, list[list[float]]] = {}
     for column in sorted(columns):
         total, top = sum(columns[column].values()), 0.0
-        shares = {kind: count / total for kind, count in columns[column].items()}
+        shares = {kind: number / total for kind, number in columns[column].items()}
         if seen in shares:
             shares[seen] = max(shares[seen], _LEAST_SHARE)
         for kind in sorted(shares):
@@ -155,8 +140,6 @@ def _paths(columns: Mapping[int, Mapping[str, int]], width: float, seen: str) ->
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """A value on a chart."""
-
     x: float
     y: float
     title: str
@@ -164,8 +147,6 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values over time."""
-
     line: str  # data of an SVG path through the values, or through the medians of stretches of time
     # data of an SVG path around the values of each stretch, where there are too many for dots
     band: str
@@ -182,15 +163,13 @@ def series(
     breaks: Sequence[float] = (),
     is_from_zero: bool = True,
 ) -> Series:
-    """Lay out a chart of values.
-
-    `base`: 1024 for labels that are round in bytes. `breaks`: moments over which no line is drawn,
-    ascending. `is_from_zero`: whether the axis begins at 0; else at the least value, which may be
-    negative.
+    """Lay out a chart of values, with no line over the moments of `breaks` (ascending), and labels
+    that are round in bytes with base 1024. The axis begins at 0, or at the least value.
     """
     greatest = max((value for _, value in values), default=0.0)
     least = 0.0 if is_from_zero else min((value for _, value in values), default=0.0)
-    ticks = _round_values(greatest, base) if is_from_zero else _three_values(least, greatest)
+    middle = least + (greatest - least) / 2
+    ticks = _round_values(greatest, base) if is_from_zero else sorted({least, middle, greatest})
     room = (greatest - least) * 1.06 or 1.0
 
     def y(value: float) -> float:
@@ -227,10 +206,6 @@ def _lines(points: Sequence[tuple[float, float]], breaks: Sequence[float]) -> st
     for point in points:
         pieces.setdefault(bisect_left(breaks, point[0]), []).append(point)
     return "".join(map(_path, pieces.values()))
-
-
-def _three_values(least: float, greatest: float) -> list[float]:
-    return sorted({least, least + (greatest - least) / 2, greatest})
 
 
 def _round_values(greatest: float, base: int) -> list[float]:

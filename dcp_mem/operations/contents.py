@@ -47,8 +47,6 @@ _PLAIN = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor of a checkpoint."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -67,8 +65,6 @@ class ByteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentFile:
-    """One rank's file."""
-
     file: str
     rank: int
     node: str  # the node that saved it; "" for a checkpoint that torch wrote
@@ -79,8 +75,6 @@ class SegmentFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The contents of a checkpoint."""
-
     tensors: tuple[Tensor, ...]
     items: tuple[ByteItem, ...]
     segments: tuple[SegmentFile, ...]
@@ -92,11 +86,7 @@ class Contents:
 def contents_of(
     settings: Settings, storage: Storage | None, checkpoint: CheckpointStatus
 ) -> Contents:
-    """Return what a checkpoint consists of, by what lies in memory if it does, else by storage.
-
-    `storage`: the job's; None where it has none. Raises SegmentCorrupt, UntrustedMetadata,
-    CheckpointNotFound.
-    """
+    """Return what a checkpoint consists of, by what lies in memory if it does, else by storage."""
     stored = (
         {entry.name: entry.nbytes for entry in storage.ls(checkpoint.name)}
         if storage is not None
@@ -222,9 +212,8 @@ def _entries(
 
 
 def _extents_of_rows(catalog: Catalog, manifest: Manifest) -> tuple[Ints, Ints]:
-    """Return each row's offset and bytes: its payload, or its whole item where that has none.
-
-    A row that no rank has written has 0 bytes.
+    """Return each row's offset and bytes: its payload, or its whole item where that has none. A row
+    that no rank has written has 0 bytes.
     """
     offsets, found = np.zeros((2, len(catalog.writer)), np.int64)
     written = np.flatnonzero(catalog.writer >= 0)
@@ -277,10 +266,7 @@ def _judged(
 def _refusals_of(
     locations: Mapping[str, Location], read: Callable[[str, int, int], bytes]
 ) -> dict[str, str]:
-    """Return by name why a load refuses an item; items that can't be read here aren't judged.
-
-    `read`: returns bytes [start, stop) of a file, or b"".
-    """
+    """Return by name why a load refuses an item; not of items that `read` returns no bytes of."""
     by_file: dict[str, dict[str, tuple[int, int]]] = {}
     left = _MOST_NBYTES
     for name, (file, offset, nbytes) in locations.items():

@@ -46,8 +46,6 @@ _LOCK_OF_DIRECTORIES = ".dcp_mem/lock"
 
 
 class Severity(str, Enum):
-    """The result of a check."""
-
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -55,8 +53,6 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked."""
-
     name: str
     verdict: Severity
     found: str
@@ -71,16 +67,14 @@ def judged(name: str, found: str, advice: str = "", worst: Severity = Severity.W
 def examine(
     memory_root: str, url: str | None, storage_options: Mapping[str, Any]
 ) -> Iterator[Check]:
-    """Check this machine, and the storage if there is a URL; yield each check as it is made.
-
-    No check raises. On storage, a small object is written under a name of its own, read, and
-    deleted.
-
-    `url`: the job's root on storage; None to leave storage out.
+    """Check this machine, and the storage if there is a URL; yield each check as it is made. No
+    check raises. On storage, a small object is written under a name of its own, read, and deleted.
     """
-    memory, agent = (lambda: _memory(memory_root)), (lambda: _agent(memory_root))
-    for look in (_versions, memory, _limits, _names, agent):
-        yield from look()
+    yield from _versions()
+    yield from _memory(memory_root)
+    yield from _limits()
+    yield from _names()
+    yield from _agent(memory_root)
     if url is not None:
         yield from _storage(url, storage_options)
 
@@ -198,9 +192,8 @@ def _container(path: str) -> Check:
 
 
 def _memory_limit() -> tuple[int, int]:
-    """Return the tightest limit of this process's cgroups, and how much of it is used.
-
-    The limit is _UNLIMITED where there is none.
+    """Return the tightest limit of this process's cgroups (_UNLIMITED: none), and what is used of
+    it.
     """
     limit, used = _UNLIMITED, 0
     for line in _read("/proc/self/cgroup").splitlines():
@@ -247,16 +240,18 @@ def _limits() -> Iterator[Check]:
 
 
 def _names() -> Iterator[Check]:
-    """Check how long torch is held up by each connection to a job's store.
-
-    It looks up the name of the other end's address, on both ends; the store's host serves nobody
-    else meanwhile.
+    """Check how long torch is held up by each connection to a job's store. It looks up the name of
+    the other end's address, on both ends; the store's host serves nobody else meanwhile.
     """
+    with listening_socket() as listener:
+        own = str(listener.getsockname()[0])
     seconds = []
-    for address in _addresses_as_torch_sees_them():
+    for address in (own, "127.0.0.1"):
+        # As sockets have it that take IPv4 and IPv6, which torch's do.
+        seen = address if ":" in address else f"::ffff:{address}"
         started = time.monotonic()
         with contextlib.suppress(OSError):
-            socket.getnameinfo(address, 0)
+            socket.getnameinfo((seen, 0, 0, 0), 0)
         seconds.append(time.monotonic() - started)
     slowest = max(seconds)
     found = f"{1000 * slowest:.0f} ms to look up this machine's address"
@@ -266,14 +261,6 @@ def _names() -> Iterator[Check]:
         "/etc/hosts, or start the job with RES_OPTIONS='timeout:1 attempts:1'"
     )
     yield judged("names", found, "" if slowest < _SLOW_LOOKUP_SECONDS else advice)
-
-
-def _addresses_as_torch_sees_them() -> Iterator[tuple[str, int, int, int]]:
-    """Yield this machine's addresses, as sockets have them that take IPv4 and IPv6."""
-    with listening_socket() as listener:
-        own = str(listener.getsockname()[0])
-    for address in (own, "127.0.0.1"):
-        yield (address if ":" in address else f"::ffff:{address}", 0, 0, 0)
 
 
 # -- agent -----------------------------------------------------------------------------------------
@@ -322,7 +309,9 @@ def _storage(url: str, storage_options: Mapping[str, Any]) -> Iterator[Check]:
         yield judged("storage", url, str(error), Severity.FAIL)
         return
     steps: dict[str, Callable[[], Check | None]] = {
-        "storage: list": lambda: _lists(storage),
+        "storage: list": lambda: judged(
+            "storage: list", f"{sum(one.is_directory for one in storage.ls(''))} names"
+        ),
         "storage: put": lambda: storage.put(key, data),
         "storage: get": lambda: _is_same(storage, key, data),
         "storage: commit": lambda: _commits(storage, key),
@@ -344,10 +333,6 @@ def _storage(url: str, storage_options: Mapping[str, Any]) -> Iterator[Check]:
         storage.delete(key)
 
 
-def _lists(storage: Storage) -> Check:
-    return judged("storage: list", f"{sum(one.is_directory for one in storage.ls(''))} names")
-
-
 def _is_same(storage: Storage, key: str, data: bytes) -> Check | None:
     if storage.get(key) == data:
         return None
@@ -366,14 +351,18 @@ def _commits(storage: Storage, key: str) -> Check | None:
 
 
 def _has_conditions(storage: Storage, probed: Storage, directory: str) -> Check | None:
-    """Check that of two runs at the root, the older one is kept from replacing and deleting.
-
-    `probed`: the directory as a root of its own: what the check leaves there is deleted.
+    """Check that of two runs at the root, the older one is kept from replacing and deleting. The
+    directory is probed as a root of its own: what the check leaves there is deleted.
     """
     try:
         probed.put("old", b"old")
         if not probed.has_conditions():
-            return _without_conditions()
+            found = "none: it can't put or delete on condition that nothing has changed"
+            advice = (
+                "let one run at a time use this root: two at once can replace each other's "
+                "checkpoints of one name, and a run deletes nothing that another run has put"
+            )
+            return judged("storage: conditions", found, advice)
         if probed.swap("old", b"other", b"new") or not probed.swap("old", b"old", b"new"):
             found = "a put with a condition was made against it, or not made although it held"
             advice = "don't let two runs use this root: they could destroy each other's checkpoints"
@@ -382,15 +371,6 @@ def _has_conditions(storage: Storage, probed: Storage, directory: str) -> Check 
     finally:
         for left in ("old", _PROBE_OF_S3, _LOCK_OF_DIRECTORIES):
             storage.delete(f"{directory}/{left}")
-
-
-def _without_conditions() -> Check:
-    return judged(
-        "storage: conditions",
-        "none: it can't put or delete on condition that nothing has changed",
-        "let one run at a time use this root: two at once can replace each other's checkpoints of "
-        "one name, and a run deletes nothing that another run has put",
-    )
 
 
 def _clock(storage: Storage, directory: str) -> Check | None:

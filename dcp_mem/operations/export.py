@@ -56,8 +56,6 @@ from dcp_mem.storage.routes import open_storage
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result of an export."""
-
     target: str
     files: tuple[str, ...]  # paths or keys, in the order in which they were written
     nbytes: int
@@ -75,12 +73,8 @@ def export_dcp(
     observer: Observer,
 ) -> Exported:
     """Copy a checkpoint to a directory or URL; torch's readers load it there, and ours verify it.
-
     `.metadata` is written last. What is read from storage is compared with its checksums on the
     way.
-
-    `storage`: the job's; None where it has none. Raises ConfigError, SegmentCorrupt,
-    StorageUnavailable, StorageRefused.
     """
     target = target if "://" in target else os.path.abspath(os.path.expanduser(target))
     parent, _, name = target.rstrip("/").rpartition("/")
@@ -98,7 +92,8 @@ def export_dcp(
     missing, top = missing_directories(url), os.path.join(url, name)
     before = tree_of(top) if url.startswith("/") else {}
     if STORAGE in checkpoint.places and storage is not None:
-        _copy(storage, checkpoint, destination, name, observer)
+        with being_read(storage, checkpoint.name):
+            _copy(storage, checkpoint, destination, name, observer)
     else:
         _flush_to(settings, checkpoint, destination, name)
     if url.startswith("/"):
@@ -141,17 +136,6 @@ def _flush_to(
 
 
 def _copy(
-    storage: Storage,
-    checkpoint: CheckpointStatus,
-    destination: Storage,
-    name: str,
-    observer: Observer,
-) -> None:
-    with being_read(storage, checkpoint.name):
-        _copy_kept(storage, checkpoint, destination, name, observer)
-
-
-def _copy_kept(
     storage: Storage,
     checkpoint: CheckpointStatus,
     destination: Storage,
@@ -247,17 +231,16 @@ def _copy_file(
 def export_torch(
     settings: Settings, checkpoint: CheckpointStatus, target: str, *, trust: bool = False
 ) -> Exported:
-    """Write one file for torch.load, nested as the state dict was.
-
-    Raises ConfigError, UntrustedObject.
-    """
+    """Write one file for torch.load, nested as the state dict was."""
     os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
     with (
         open_reading(settings, checkpoint.name, checkpoint.save_id) as reading,
         _new_file(target) as path,
     ):
         items: dict[str, Any] = {
-            name: None for name, entry in reading.entries if not _is_tensor(entry)
+            name: None
+            for name, entry in reading.entries
+            if not isinstance(entry, TensorStorageMetadata)
         }
         reading.load(items, trust=trust)
         with FakeTensorMode():
@@ -284,12 +267,8 @@ def export_safetensors(
     prefix: str = "",
     shard_nbytes: int = SHARD_NBYTES,
 ) -> Exported:
-    """Write a directory of safetensors files and their index for Hugging Face; tensors only.
-
-    The files are called model-0000X-of-0000Y.safetensors. The index is written last.
-
-    `prefix`: only tensors whose names begin with it are written; the names lose it. `shard_nbytes`:
-    bytes of a file at most. Raises ConfigError.
+    """Write a directory of safetensors files and their index for Hugging Face; tensors only. Only
+    tensors whose names begin with the prefix are written; the names lose it. The index is last.
     """
     if os.path.isdir(target) and os.listdir(target):
         raise ConfigError(f"{target} is not empty: give another directory")
@@ -314,10 +293,7 @@ def export_safetensors(
 
 
 def _tensors_of(reading: Reading, checkpoint: str, prefix: str) -> dict[str, Shape]:
-    """Return the tensors whose names begin with the prefix, without it.
-
-    Raises ConfigError where the format lacks a dtype.
-    """
+    """Return the tensors whose names begin with the prefix, without it."""
     tensors = {
         name.removeprefix(prefix): Shape(entry.properties.dtype, entry.size)
         for name, entry in reading.entries
@@ -335,11 +311,7 @@ def export_files(
     settings: Settings, storage: Storage | None, checkpoint: CheckpointStatus, target: str
 ) -> Exported:
     """Write the files that were saved through Nebula's API or by DeepSpeed, as torch.save had them.
-
-    Of a name that several ranks have saved, each rank's file is called name@rank. All are compared
-    with their checksums.
-
-    `storage`: the job's; None where it has none. Raises ConfigError, SegmentCorrupt.
+    Of a name that several ranks have saved, each rank's file is called name@rank.
     """
     storage = storage if STORAGE in checkpoint.places else None
     found = contents_of(settings, storage, checkpoint)
@@ -370,16 +342,9 @@ def _if_present(name: str, streams: Sequence[str]) -> str | None:
     return name if name in streams else None
 
 
-def _is_tensor(entry: object) -> bool:
-    return isinstance(entry, TensorStorageMetadata)
-
-
 @contextmanager
 def _new_file(path: str) -> Iterator[str]:
-    """Yield where to write a file; it gets its name once it is whole.
-
-    Raises ConfigError.
-    """
+    """Yield where to write a file; it gets its name once it is whole."""
     if os.path.lexists(path):
         raise ConfigError(f"{path} is there already: give another target")
     part = f"{path}.{uuid.uuid4().hex[:8]}.part"

@@ -51,21 +51,15 @@ class Rejected(DcpMemError):
 
 
 class FlushGate:
-    """Lets the export through while none of the job's checkpoints is flushed, at the job's speed.
-
-    `bytes_per_second`: the most to send; None for no limit.
-    """
+    """Lets the export through while no checkpoint of the job is flushed, at the job's speed."""
 
     def __init__(self, memory: JobMemory, bytes_per_second: int | None) -> None:
         self._memory = memory
         self._has_ended = threading.Event()
         self._throttle = Throttle(bytes_per_second)
 
-    def wait(self, nbytes: int = 0) -> None:
-        """Wait while a flush is under way, and until so many bytes may be sent.
-
-        Raises AgentDied.
-        """
+    def wait(self, nbytes: int) -> None:
+        """Wait while a flush is under way, and until so many bytes may be sent; raise AgentDied."""
         while self._is_flushing() and not self._has_ended.wait(_PAUSE):
             pass
         if nbytes:
@@ -112,7 +106,7 @@ def run(root: str, registration: Registration) -> None:
     try:
         _refuse_rejected(memory, chosen, record)
         storage = _target(chosen, export)
-        target = make_directory(chosen, record, export, storage, gate)
+        target = make_directory(chosen, record, export, storage, gate.wait)
     except DcpMemError as error:
         records = _after_error(records, record, error)
     except AgentDied:
@@ -129,9 +123,8 @@ def run(root: str, registration: Registration) -> None:
 
 
 def _after_error(records: ExportRecords, record: ExportRecord, error: DcpMemError) -> ExportRecords:
-    """Return the records; another try is of no use where the checkpoint was rejected, or is gone.
-
-    It is gone if it is neither in memory nor on storage, as far as both answer.
+    """Return the records; another try is of no use where the checkpoint was rejected, or is gone:
+    neither in memory nor on storage, as far as both answer.
     """
     is_gone = isinstance(error, CheckpointNotFound) and not error.reasons
     if not is_gone and not isinstance(error, Rejected):

@@ -19,8 +19,6 @@ from dcp_mem.storage.destination import refuse_unusable
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """The result of flushing one checkpoint."""
-
     name: str
     save_id: str
     nbytes: int
@@ -28,30 +26,22 @@ class Flushed:
 
 
 def promote(settings: Settings, newest: int | None = None, name: str | None = None) -> list[str]:
-    """Mean checkpoints for storage that were saved to stay in memory; return their names.
-
-    Only this node is told. Where several nodes hold a checkpoint, each of them must be told, or
-    their parts never come.
-
-    Raises ConfigError.
+    """Mean checkpoints for storage that were saved to stay in memory; return their names. Only this
+    node is told: others that hold a checkpoint must be told, too, or their parts never come.
     """
+    _check_url(settings)
+    memory = job_memory(settings)
+    if memory is None:
+        return []
+    kept = [one for one in memory.checkpoints() if not one.manifest.persist]
+    meant = [one for one in kept if name in (None, one.name)]
+    return [one.name for one in meant[:newest] if memory.promote(one)]
+
+
+def _check_url(settings: Settings) -> str:
     if settings.url is None:
         raise ConfigError("nothing can be brought to storage without its URL: give the job's root")
-    memory = job_memory(settings)
-    kept = (
-        []
-        if memory is None
-        else [
-            checkpoint
-            for checkpoint in memory.checkpoints()
-            if not checkpoint.manifest.persist and name in (None, checkpoint.name)
-        ]
-    )
-    return [
-        checkpoint.name
-        for checkpoint in kept[:newest]
-        if memory is not None and memory.promote(checkpoint)
-    ]
+    return settings.url
 
 
 def flush_now(
@@ -61,25 +51,15 @@ def flush_now(
     show: Show | None = None,
     timeout: float | None = None,
 ) -> list[Flushed]:
-    """Wait until nothing in this node's memory awaits its flush.
-
-    Return what became of each checkpoint that did, newest first.
-
-    The node's agent does it, with the credentials of this process. Where a live job's own agent
-    knows what is pending, it is left to that agent and its credentials.
-
-    `is_promoted`: some of it was promoted, of which the job's agent doesn't know. `timeout`:
-    seconds; None waits for as long as it takes. Raises WaitTimeout, ConfigError.
+    """Wait until nothing in this node's memory awaits its flush; return what became of each, newest
+    first. The node's agent does it, with the credentials of this process. Where a live job's own
+    agent knows what is pending (nothing `is_promoted`), it is left to that agent and its
+    credentials.
     """
-    if settings.url is None:
-        raise ConfigError("nothing can be brought to storage without its URL: give the job's root")
-    memory = job_memory(settings)
-    pending = (
-        []
-        if memory is None
-        else [checkpoint.manifest for checkpoint in memory.checkpoints() if checkpoint.pending]
-    )
-    refuse_unusable(settings.url, settings.storage_options, is_flushed_elsewhere=True)
+    url, memory = _check_url(settings), job_memory(settings)
+    found = [] if memory is None else memory.checkpoints()
+    pending = [one.manifest for one in found if one.pending]
+    refuse_unusable(url, settings.storage_options, is_flushed_elsewhere=True)
     agent = AgentHandle(settings.memory_root)
     job = os.path.join(settings.memory_root, settings.job)
     is_left_alone = job_is_live(job) and not is_promoted
@@ -106,6 +86,6 @@ def flush_now(
 def _error(found: CheckpointStatus | None, why: str) -> str:
     if found is None:
         return "it has left memory"
-    return (
-        "" if found.state is State.DURABLE else found.error or why or f"it is {found.state.value}"
-    )
+    if found.state is State.DURABLE:
+        return ""
+    return found.error or why or f"it is {found.state.value}"

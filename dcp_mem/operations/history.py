@@ -19,7 +19,7 @@ from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.recoveries import recoveries_in
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
-from dcp_mem.storage import OfOneFile, Storage
+from dcp_mem.storage import OfOneFile
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
 from dcp_mem.storage.routes import storage_of
 
@@ -29,14 +29,10 @@ _LARGEST = 1 << 63
 
 
 class Fate(str, Enum):
-    """The fate of a checkpoint, in words for people.
-
-    An enum of its own, because it groups what an `Outcome` tells apart: what was deleted had been
-    durable, a refusal or a text that isn't known is a failure, and no outcome yet means waiting.
-    """
+    """The fate of a checkpoint, in words for people; it groups what an `Outcome` tells apart."""
 
     DURABLE = "durable"  # also where retention has taken it off storage since
-    MEMORY = "memory only"
+    MEMORY_ONLY = "memory only"
     WAITING = "on its way"
     SUPERSEDED = "superseded"  # a newer one was flushed in its place
     SKIPPED = "skipped"
@@ -46,7 +42,7 @@ class Fate(str, Enum):
 _FATES = {  # By the text of a row; a damaged row may hold any text.
     Outcome.DURABLE.value: Fate.DURABLE,
     Outcome.DELETED.value: Fate.DURABLE,
-    Outcome.EVICTED.value: Fate.MEMORY,
+    Outcome.EVICTED.value: Fate.MEMORY_ONLY,
     Outcome.SUPERSEDED.value: Fate.SUPERSEDED,
     Outcome.SKIPPED.value: Fate.SKIPPED,
     Outcome.NONE.value: Fate.WAITING,
@@ -59,10 +55,7 @@ def fate_of(row: HistoryRow) -> Fate:
 
 
 def flush_span(row: HistoryRow) -> tuple[float, float] | None:
-    """Return when the flush began and ended; None where it never ended well.
-
-    Both are in seconds since the epoch. Pauses between attempts are left out.
-    """
+    """Return when the flush began, without pauses, and ended; None where it never ended well."""
     is_durable = fate_of(row) is Fate.DURABLE and row.durable
     return (row.durable - row.flush_seconds, row.durable) if is_durable else None
 
@@ -75,8 +68,6 @@ def flush_throughput(row: HistoryRow) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A job's past."""
-
     job: str
     url: str | None  # its root on storage; None where storage wasn't asked
     # a row for each checkpoint, and for each save that never began; oldest first
@@ -117,10 +108,6 @@ class Totals:
 
 
 def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> History:
-    """Return all that is known of a job's past.
-
-    Raises StorageUnavailable, StorageRefused, MemoryRootRefused, MemoryUnavailable.
-    """
     memory = job_memory(settings)
     local = memory.checkpoints() if memory is not None else []
     rows = memory.history() if memory is not None else []
@@ -129,7 +116,9 @@ def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> 
     storage = storage_of(settings, retry_policy)
     if storage is not None:
         try:
-            rows = [*_stored_rows(storage), *rows]
+            rows = [*from_csv(storage.get(names.job_file(HISTORIES))), *rows]
+        except StorageKeyMissing:
+            pass
         except (ManifestInvalid, OfOneFile) as error:
             troubles.append(f"{HISTORIES} in {settings.url} can't be read: {error}")
         try:
@@ -153,19 +142,14 @@ def totals(history: History) -> Totals:
     checkpoints, recoveries = history.checkpoints, history.recoveries
     saves = [one for one in checkpoints if one.save_id]
     flushes = [one for one in checkpoints if flush_span(one) is not None]
-    counts = {fate: sum(fate_of(one) is fate for one in checkpoints) for fate in Fate}
+    counts = {one.name.lower(): sum(fate_of(row) is one for row in checkpoints) for one in Fate}
     moments = [one.created for one in checkpoints] + [one.time for one in recoveries]
     moments += [one.durable for one in flushes]
     first, last = min(moments, default=0.0), max(moments, default=0.0)
     blocked = [one.stage_seconds for one in saves]
     return Totals(
         saves=len(saves),
-        durable=counts[Fate.DURABLE],
-        memory_only=counts[Fate.MEMORY],
-        waiting=counts[Fate.WAITING],
-        superseded=counts[Fate.SUPERSEDED],
-        skipped=counts[Fate.SKIPPED],
-        failed=counts[Fate.FAILED],
+        **counts,
         recoveries=len(recoveries),
         first=first,
         last=last,
@@ -187,19 +171,9 @@ def _median(values: Iterable[float]) -> float:
     return median(found) if found else 0.0
 
 
-def _stored_rows(storage: Storage) -> list[HistoryRow]:
-    try:
-        return from_csv(storage.get(names.job_file(HISTORIES)))
-    except StorageKeyMissing:
-        return []
-
-
 def _joined(rows: Sequence[HistoryRow], local: Sequence[LocalCheckpoint]) -> list[HistoryRow]:
-    """Return one row for each checkpoint.
-
-    The row that says "durable" or "deleted" counts, else the one that is said last.
-
-    `local`: the checkpoints in memory, whose own records are newer than any row.
+    """Return one row for each checkpoint: the one that says "durable" or "deleted", else the last.
+    The records of the checkpoints in memory are newer than any row.
     """
     found: dict[object, HistoryRow] = {}
     for row in [*filter(_is_sane, rows), *map(_row_of, local)]:

@@ -66,13 +66,9 @@ def reclaim(
     found = []
     for name in jobs_in(root):
         directory = os.path.join(root, name)
-        if (
-            (job is not None and name != job)
-            or job_is_live(directory)
-            or time.time() - last_use(directory) < older_than
-        ):
-            continue
-        found.append(_reclaim_one(root, name, force=force, dry_run=dry_run))
+        is_dead = job in (None, name) and not job_is_live(directory)
+        if is_dead and time.time() - last_use(directory) >= older_than:
+            found.append(_reclaim_one(root, name, force=force, dry_run=dry_run))
     return found
 
 
@@ -128,13 +124,8 @@ def delete_stored(settings: Settings, name: str) -> bool:
 
 
 def evict(settings: Settings, name: str) -> tuple[int, str]:
-    """Take a checkpoint out of this node's memory.
-
-    Its memory goes back to the system, unless a live process holds the job and will save into it
-    again.
-
-    Returns the bytes that were freed, and why it is still there: because it is being read or
-    flushed ("" if it is gone). Raises MemoryRootRefused, MemoryUnavailable.
+    """Take a checkpoint out of this node's memory; return the bytes that were freed, and why it
+    stays. Its memory goes back to the system, unless a live process will save into it again.
     """
     memory = job_memory(settings)
     if memory is None:
@@ -185,21 +176,13 @@ def collect_orphans(
 
 def _reclaim_one(root: str, name: str, *, force: bool, dry_run: bool) -> Reclaimed:
     memory = JobMemory(root, name)
-    nbytes = allocated_bytes(memory.directory)
-    pending = [checkpoint.name for checkpoint in memory.checkpoints() if checkpoint.pending]
-    reading = [
-        checkpoint.name
-        for checkpoint in memory.checkpoints()
-        if is_leased(checkpoint.manifest_path)
-    ]
-    is_lent = memory.drop_dead_links()
-    if reading or is_lent:
-        what = ", ".join(reading) or "a checkpoint"
-        return Reclaimed(name, nbytes, f"{what} is being read or flushed")
+    nbytes, here = allocated_bytes(memory.directory), memory.checkpoints()
+    pending = ", ".join(one.name for one in here if one.pending)
+    reading = ", ".join(one.name for one in here if is_leased(one.manifest_path))
+    if memory.drop_dead_links() or reading:
+        return Reclaimed(name, nbytes, f"{reading or 'a checkpoint'} is being read or flushed")
     if pending and not force:
-        return Reclaimed(
-            name, nbytes, f"{', '.join(pending)} never reached storage (force=True gives it up)"
-        )
+        return Reclaimed(name, nbytes, f"{pending} never reached storage (force=True gives it up)")
     if not dry_run:
         try:
             # No process may take the job up while its memory is removed.

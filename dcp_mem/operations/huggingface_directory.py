@@ -12,16 +12,17 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -57,15 +58,8 @@ _OWN_SHARD = re.compile(r"model-([0-9a-f]{8})-\d{5}-of-\d{5}\.safetensors")
 _MOST_ENTRIES = 8
 
 
-class Gate(Protocol):
-    """Lets the export through, bit by bit."""
-
-    def wait(self, nbytes: int = 0) -> None:
-        """Wait while a flush is under way, and until so many bytes may be sent.
-
-        Args:
-            nbytes: Bytes that are about to be sent.
-        """
+Wait = Callable[[int], None]
+"""Waits while a flush is under way, and until so many bytes may be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +77,7 @@ def make_directory(
     checkpoint: ExportRecord,
     export: HuggingFaceExport,
     storage: Storage,
-    gate: Gate,
+    wait: Wait,
 ) -> str:
     """Make the directory of one checkpoint; return its path or URL.
 
@@ -93,23 +87,21 @@ def make_directory(
     4. Read, convert and put each shard that isn't there yet.
     5. Put the index, and show the directory.
     6. Delete exports that aren't kept any more.
-
-    `gate`: is passed before each batch of reads, and before each part that is put. Raises
-    CheckpointNotFound, ConfigError, StorageUnavailable, StorageRefused.
     """
     token = _token(checkpoint.save_id, export)
     if storage.url.startswith("/"):
         os.makedirs(storage.url, exist_ok=True)  # as the umask asks for
-    place = _place(storage, checkpoint.name, token)
+    kind = _Directory if storage.url.startswith("/") else _Place
+    place = kind(storage, checkpoint.name, token)
     before = place.index()
     if before is not None and before.get("token") == token:
         return place.target
     with open_reading(settings, checkpoint.name, checkpoint.save_id) as reading:
         tensors = _tensors(reading, checkpoint.name, export)
-        gate.wait()
+        wait(0)
         for path in export.files:
             storage.put(f"{place.prefix}/{os.path.basename(path)}", Path(path).read_bytes())
-        weight_map = _put_shards(place, reading, checkpoint, tensors, export.shard_nbytes, gate)
+        weight_map = _put_shards(place, reading, checkpoint, tensors, export.shard_nbytes, wait)
     faults.point("export.shards")
     nbytes = sum(one.made.nbytes for one in tensors.values())
     facts = {
@@ -193,11 +185,10 @@ def _put_shards(
     checkpoint: ExportRecord,
     tensors: Mapping[str, _Tensor],
     shard_nbytes: int,
-    gate: Gate,
+    wait: Wait,
 ) -> dict[str, str]:
-    """Put all shards that aren't there yet; return the file of each tensor.
-
-    One buffer, as long as the longest file, takes one shard after the other.
+    """Put all shards that aren't there yet; return the file of each tensor. One buffer, as long as
+    the longest file, takes one shard after the other.
     """
     sizes = {name: one.made.nbytes for name, one in tensors.items()}
     shards = list(cut_into_shards(sizes, shard_nbytes))
@@ -211,8 +202,8 @@ def _put_shards(
             continue
         if not len(buffer):
             buffer = torch.empty(max(one.nbytes for one in layouts), dtype=torch.uint8)
-        _fill(buffer, layout, shape, reading, checkpoint, [tensors[name] for name in shape], gate)
-        _put(place.storage, f"{place.prefix}/{file}", buffer[: layout.nbytes], gate)
+        _fill(buffer, layout, shape, reading, checkpoint, [tensors[name] for name in shape], wait)
+        _put(place.storage, f"{place.prefix}/{file}", buffer[: layout.nbytes], wait)
         faults.point("export.shard")
     return {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
 
@@ -224,13 +215,13 @@ def _fill(
     reading: Reading,
     checkpoint: ExportRecord,
     tensors: Sequence[_Tensor],
-    gate: Gate,
+    wait: Wait,
 ) -> None:
     """Read a shard's tensors into the buffer: straight, or through others where they convert."""
     buffer[: len(layout.head)] = torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
     made = tensors_in(buffer, layout, shapes)
     for batch in _batches(tensors):
-        gate.wait()
+        wait(0)
         read = {
             one.source: made[one.name]
             if one.stored == one.made
@@ -255,14 +246,14 @@ def _batches(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
     yield batch
 
 
-def _put(storage: Storage, key: str, data: torch.Tensor, gate: Gate) -> None:
+def _put(storage: Storage, key: str, data: torch.Tensor, wait: Wait) -> None:
     view = memoryview(data.numpy().data)
     upload = storage.upload(key, len(view))
     try:
 
         def put(number: int) -> None:
             part = view[number * upload.part_nbytes :][: upload.part_nbytes]
-            gate.wait(len(part))
+            wait(len(part))
             upload.put_part(number, part, checksum(part))
 
         numbers = range(part_count(len(view), upload.part_nbytes))
@@ -277,66 +268,57 @@ def _put(storage: Storage, key: str, data: torch.Tensor, gate: Gate) -> None:
 # -- where it is made ------------------------------------------------------------------------------
 
 
-class _Place(Protocol):
-    """Where one export is made.
+class _Place:
+    """Where one export is made: a prefix of an object store, whose index is put last.
 
-    Attributes:
-        storage: Of all exports.
-        target: Path or URL of the directory.
-        prefix: Key under which files are put.
-        stem: What the names of shards begin with.
+    Files are put under the key `prefix`; names of shards begin with `stem`.
     """
 
-    storage: Storage
-    target: str
-    prefix: str
-    stem: str
-
-    def index(self) -> dict[str, Any] | None:
-        """Return what the index of the directory says of its export; None where there is none.
-
-        Raises:
-            ConfigError: Something else is there under the name.
-        """
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file that this export's attempts have put so far."""
-
-    def show(self, index: bytes, belonging: set[str]) -> None:
-        """Put the index, and have readers see the directory.
-
-        Args:
-            index: The index.
-            belonging: Names of all files of the export; others go.
-        """
-
-
-def _place(storage: Storage, name: str, token: str) -> _Place:
-    if storage.url.startswith("/"):
-        return _Directory(storage, name, token)
-    return _Objects(storage, name, token)
-
-
-class _Directory:
-    """A directory of a file system: made under a hidden name beside its own."""
-
     def __init__(self, storage: Storage, name: str, token: str) -> None:
-        self.storage, self._name = storage, name
+        self.storage, self.name, self.prefix = storage, name, name
         self.target = os.path.join(storage.url, name)
-        self.prefix = f".{name}-{token}.part"
-        self.stem = f"model-{token}" if os.path.lexists(self.target) else "model"
+        self.stem = f"model-{token}"
 
     def index(self) -> dict[str, Any] | None:
-        found = _index(self.storage, self._name)
-        if found is None and os.path.lexists(self.target):
+        """Return what the index of the directory says of its export; None where there is none."""
+        found = _index(self.storage, self.name)
+        if found is None and self._is_taken():
             raise _not_ours(self.target)
         return found
 
+    def _is_taken(self) -> bool:
+        """Return whether something lies here that no export has made."""
+        return any(not _OWN_SHARD.fullmatch(one) for one in self._shards())
+
     def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file that this export's attempts have put so far."""
         return _sizes(self.storage, self.prefix)
 
     def show(self, index: bytes, belonging: set[str]) -> None:
-        for file in _sizes(self.storage, self.prefix).keys() - belonging:
+        """Put the index, and have readers see the directory; what doesn't belong to it goes."""
+        self.storage.put(f"{self.prefix}/{INDEX}", index)
+        for file in self._shards():
+            if file not in belonging:
+                self.storage.delete(f"{self.prefix}/{file}")
+
+    def _shards(self) -> list[str]:
+        return [one for one in self.sizes() if one.endswith(".safetensors")]
+
+
+class _Directory(_Place):
+    """A directory of a file system: made under a hidden name beside its own."""
+
+    def __init__(self, storage: Storage, name: str, token: str) -> None:
+        super().__init__(storage, name, token)
+        self.prefix = f".{name}-{token}.part"
+        if not os.path.lexists(self.target):
+            self.stem = "model"
+
+    def _is_taken(self) -> bool:
+        return os.path.lexists(self.target)
+
+    def show(self, index: bytes, belonging: set[str]) -> None:
+        for file in self.sizes().keys() - belonging:
             self.storage.delete(f"{self.prefix}/{file}")
         self.storage.put(f"{self.prefix}/{INDEX}", index)
         made = os.path.join(self.storage.url, self.prefix)
@@ -345,48 +327,17 @@ class _Directory:
             try:
                 files.swap_names(made, self.target)
             except OSError:  # a file system that can't, such as NFS
-                aside = _hide(self.storage, self._name)
+                aside = _hide(self.storage, self.name)
                 os.rename(made, self.target)
                 made = aside
             shutil.rmtree(made, ignore_errors=True)
         else:
             os.rename(made, self.target)
         files.sync_directory(self.storage.url)
-        self._remove_abandoned()
-
-    def _remove_abandoned(self) -> None:
-        """Remove what attempts have left that nobody goes on with."""
-        for entry in self.storage.ls(""):
+        for entry in self.storage.ls(""):  # what attempts have left that nobody goes on with
             is_old = 0.0 < entry.modified < time.time() - _ABANDONED_SECONDS
             if entry.is_directory and is_old and _PART.fullmatch(entry.name):
                 shutil.rmtree(os.path.join(self.storage.url, entry.name), ignore_errors=True)
-
-
-class _Objects:
-    """A prefix of an object store: its index is put last, and what doesn't belong to it goes."""
-
-    def __init__(self, storage: Storage, name: str, token: str) -> None:
-        self.storage, self.prefix = storage, name
-        self.target = f"{storage.url}/{name}"
-        self.stem = f"model-{token}"
-
-    def index(self) -> dict[str, Any] | None:
-        found = _index(self.storage, self.prefix)
-        if found is None and any(not _OWN_SHARD.fullmatch(one) for one in self._shards()):
-            raise _not_ours(self.target)
-        return found
-
-    def sizes(self) -> dict[str, int]:
-        return _sizes(self.storage, self.prefix)
-
-    def show(self, index: bytes, belonging: set[str]) -> None:
-        self.storage.put(f"{self.prefix}/{INDEX}", index)
-        for file in self._shards():
-            if file not in belonging:
-                self.storage.delete(f"{self.prefix}/{file}")
-
-    def _shards(self) -> list[str]:
-        return [one for one in self.sizes() if one.endswith(".safetensors")]
 
 
 def _sizes(storage: Storage, prefix: str) -> dict[str, int]:
@@ -423,8 +374,7 @@ def _delete_older(storage: Storage, job: str, keep: int) -> None:
             (tuple(found.get("number", ())), entry.name)
             for entry in storage.ls("")
             if entry.is_directory and not entry.name.startswith(".")
-            if (found := _index_of_any(storage, entry.name)) is not None
-            if found.get("job") == job
+            if (found := _index_of_any(storage, entry.name)).get("job") == job
         ]
         for _, name in sorted(own)[:-keep]:
             _delete(storage, name)
@@ -433,11 +383,10 @@ def _delete_older(storage: Storage, job: str, keep: int) -> None:
         log.warning("older exports in %s stay for now: %s", storage.url, error)
 
 
-def _index_of_any(storage: Storage, name: str) -> dict[str, Any] | None:
-    try:
-        return _index(storage, name)
-    except ConfigError:
-        return None
+def _index_of_any(storage: Storage, name: str) -> dict[str, Any]:
+    with contextlib.suppress(ConfigError):
+        return _index(storage, name) or {}
+    return {}
 
 
 def _delete(storage: Storage, name: str) -> None:

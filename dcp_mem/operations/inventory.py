@@ -12,7 +12,6 @@ from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, St
 from dcp_mem.config import Settings, is_checkpoint_name
 from dcp_mem.errors import CheckpointNotFound
 from dcp_mem.format import names
-from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.exports import read_exports
 from dcp_mem.memory.job import JobMemory, jobs_in, last_use
 from dcp_mem.memory.locks import job_is_live
@@ -46,11 +45,8 @@ class Job:
 def list_checkpoints(
     settings: Settings, *, retry_policy: RetryPolicy = RETRIES
 ) -> list[CheckpointStatus]:
-    """List a job's checkpoints in this node's memory and on storage, newest first.
-
-    A checkpoint that lies in both is listed once. No process group is needed.
-
-    Raises StorageUnavailable, StorageRefused, MemoryRootRefused, MemoryUnavailable.
+    """List a job's checkpoints in this node's memory and on storage, newest first. A checkpoint
+    that lies in both is listed once.
     """
     local, storage = in_memory(settings), storage_of(settings, retry_policy)
     if storage is None:
@@ -64,21 +60,15 @@ def list_checkpoints(
     return _with_exports(settings, merged(local, found))
 
 
-def find(checkpoints: Sequence[CheckpointStatus], name: str, where: str) -> CheckpointStatus:
-    """Return the newest checkpoint of a name, or the one of a save id.
-
-    `checkpoints`: all there are, newest first. Raises CheckpointNotFound.
-    """
-    return find_all(checkpoints, [name], where)[0]
+def searched_places(settings: Settings) -> str:
+    """Return where a job's checkpoints are looked for, for messages."""
+    return f"memory (job {settings.job})" + (f" and {settings.url}" if settings.url else "")
 
 
 def find_all(
-    checkpoints: Sequence[CheckpointStatus], wanted: Sequence[str], where: str
+    checkpoints: Sequence[CheckpointStatus], wanted: Sequence[str], settings: Settings
 ) -> list[CheckpointStatus]:
-    """Return for each name or save id what `find` returns.
-
-    `checkpoints`: all there are, newest first. Raises CheckpointNotFound.
-    """
+    """Return for each name its newest checkpoint, or the one of a save id, of all of a job's."""
     known: dict[str, CheckpointStatus] = {}
     for one in checkpoints:
         known.setdefault(one.name, one)
@@ -86,25 +76,22 @@ def find_all(
     missing = [name for name in wanted if name not in known]
     if missing:
         available = list(dict.fromkeys(one.name for one in checkpoints))
-        raise CheckpointNotFound(", ".join(missing), where, available, [])
+        raise CheckpointNotFound(", ".join(missing), searched_places(settings), available, [])
     return [known[name] for name in wanted]
 
 
 def find_one(
-    settings: Settings, name: str, where: str, *, retry_policy: RetryPolicy = RETRIES
+    settings: Settings, name: str, *, retry_policy: RetryPolicy = RETRIES
 ) -> CheckpointStatus:
-    """Return what `find` returns, and look at the other checkpoints only where that is needed.
-
-    Raises CheckpointNotFound, StorageUnavailable, StorageRefused, MemoryRootRefused,
-    MemoryUnavailable.
-    """
+    """Return what `find_all` does, and look at other checkpoints only where that is needed."""
     storage = storage_of(settings, retry_policy) if is_checkpoint_name(name) else None
     if storage is not None:
         local = [one for one in in_memory(settings) if one.name == name]
         found = merged(local, stored(_under(storage, name)))
         if found:
             return _with_exports(settings, found[:1])[0]
-    return find(list_checkpoints(settings, retry_policy=retry_policy), name, where)
+    known = list_checkpoints(settings, retry_policy=retry_policy)
+    return find_all(known, [name], settings)[0]
 
 
 def counts(one: CheckpointStatus) -> bool:
@@ -119,19 +106,16 @@ def may_be_resumed_from(one: CheckpointStatus) -> bool:
 
 
 def list_jobs(memory_root: str) -> list[Job]:
-    """List the jobs that have memory in a root, the one that saved last first.
-
-    Raises MemoryRootRefused, MemoryUnavailable.
-    """
+    """List the jobs that have memory in a root, the one that saved last first."""
     found = []
     for name in jobs_in(memory_root):
-        directory = os.path.join(memory_root, name)
+        memory = JobMemory(memory_root, name)
         job = Job(
             name=name,
-            checkpoints=tuple(_of_job(JobMemory(memory_root, name))),
-            is_live=job_is_live(directory),
-            nbytes=allocated_bytes(directory),
-            last_use=last_use(directory),
+            checkpoints=tuple(_of_job(memory)),
+            is_live=job_is_live(memory.directory),
+            nbytes=allocated_bytes(memory.directory),
+            last_use=last_use(memory.directory),
         )
         found.append(job)
     return sorted(found, key=lambda job: job.last_use, reverse=True)
@@ -140,15 +124,11 @@ def list_jobs(memory_root: str) -> list[Job]:
 def job_memory(settings: Settings) -> JobMemory | None:
     """Return the job's memory on this node; None where it has none, and none is made."""
     directory = os.path.join(settings.memory_root, settings.job)
-    return (
-        JobMemory(settings.memory_root, settings.job)
-        if os.path.isdir(os.path.join(directory, ".slots"))
-        else None
-    )
+    has_memory = os.path.isdir(os.path.join(directory, ".slots"))
+    return JobMemory(settings.memory_root, settings.job) if has_memory else None
 
 
 def in_memory(settings: Settings) -> list[CheckpointStatus]:
-    """List the checkpoints in this node's memory, newest first."""
     memory = job_memory(settings)
     return [] if memory is None else _of_job(memory)
 
@@ -175,16 +155,15 @@ def _under(storage: StoredFiles, name: str) -> list[StoredCheckpoint]:
 
 def stored(found: Sequence[StoredCheckpoint]) -> list[CheckpointStatus]:
     """Return what a listing of storage has found, newest first."""
-    return _newest_first([_of_storage(one) for one in found])
+    return newest_first([_of_storage(one) for one in found], place_of)
 
 
 def merged(
     local: Sequence[CheckpointStatus], remote: Sequence[CheckpointStatus]
 ) -> list[CheckpointStatus]:
-    """Join the checkpoints of memory and of storage, newest first.
-
-    Storage decides what is durable: a checkpoint that memory takes to be durable and that storage
-    lacks is complete. That is no damage: retention on storage may have deleted it.
+    """Join the checkpoints of memory and of storage, newest first. Storage decides what is durable:
+    what memory takes to be durable and storage lacks is complete. That is no damage: retention on
+    storage may have deleted it.
     """
     unmatched = {(one.name, one.save_id, one.scope): one for one in remote}
     found = []
@@ -207,7 +186,7 @@ def merged(
             found.append(replace(one, state=State.COMPLETE, error=_GONE))
         else:
             found.append(one)
-    return _newest_first([*found, *unmatched.values()])
+    return newest_first([*found, *unmatched.values()], place_of)
 
 
 def _with_exports(
@@ -217,17 +196,12 @@ def _with_exports(
     return with_exports(checkpoints, read_exports(directory))
 
 
-def _newest_first(checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:
-    return newest_first(checkpoints, place_of)
-
-
 def _of_job(memory: JobMemory) -> list[CheckpointStatus]:
-    return [_of_memory(checkpoint) for checkpoint in memory.checkpoints()]
-
-
-def _of_memory(checkpoint: LocalCheckpoint) -> CheckpointStatus:
-    # Only storage knows whether it lies there: `merged` adds that.
-    return replace(status_of(checkpoint), places=(MEMORY,), rejected=checkpoint.rejected)
+    # Only storage knows whether a checkpoint lies there: `merged` adds that.
+    return [
+        replace(status_of(one), places=(MEMORY,), rejected=one.rejected)
+        for one in memory.checkpoints()
+    ]
 
 
 def _of_storage(one: StoredCheckpoint) -> CheckpointStatus:

@@ -20,15 +20,11 @@ def missing_directories(path: str) -> list[str]:
 
 
 def tree_of(top: str) -> Tree:
-    """Return what lies in a tree now."""
     return {path: _identity(found) for path, found in _walk(top)}
 
 
 def open_up(directories: Sequence[str], top: str, before: Tree) -> None:
-    """Give what was written the modes that the umask asks for, as all other files get.
-
-    A job's own directory is private; an export is for others as well.
-    """
+    """Give what was written the modes that the umask asks for; a job's own directory is private."""
     mask = os.umask(0o077)
     os.umask(mask)
     for directory in directories:

@@ -40,11 +40,8 @@ class _ReaderOfSave(MemoryStorageReader):
 
 
 class Reading:
-    """A checkpoint from which several state dicts are loaded, all of one save.
-
-    Memory may recycle it between two loads. Storage keeps it.
-
-    `entries`: flattened names, and what the metadata has of each.
+    """A checkpoint from which several state dicts are loaded, all of one save. Memory may recycle
+    it between two loads; storage keeps it.
     """
 
     def __init__(self, reader: MemoryStorageReader, name: str) -> None:
@@ -55,10 +52,6 @@ class Reading:
         self.entries = list(self.metadata.state_dict_metadata.items())
 
     def load(self, state: dict[str, Any], *, trust: bool = False) -> None:
-        """Load into a state dict.
-
-        Raises CheckpointNotFound.
-        """
         if not state:
             return
         load_or_raise_cause(
@@ -72,10 +65,7 @@ class Reading:
 
 @contextmanager
 def open_reading(settings: Settings, name: str, save_id: str) -> Iterator[Reading]:
-    """Yield a checkpoint of a job, to be loaded from.
-
-    `save_id`: of the save; "" for what torch's own writer made. Raises CheckpointNotFound.
-    """
+    """Yield a checkpoint to load from; the save id is "" for what torch's own writer made."""
     with ExitStack() as held:
         storage = storage_of(settings)
         if storage is not None and storage.ls(name):

@@ -12,12 +12,10 @@ from dcp_mem.storage.routes import storage_of
 
 
 def reject_in_memory(settings: Settings, name: str, why: str | None, save_id: str = "") -> bool:
-    """Reject a checkpoint in this node's memory; return whether there is one.
-
-    It isn't flushed any more, doesn't count for retention, and leaves memory before any other.
-
-    `why`: None takes a rejection back: a checkpoint whose flush was skipped for it awaits its flush
-    again. `save_id`: of the save that is meant; "" for whatever has the name.
+    """Reject a checkpoint in this node's memory; return whether there is one. It isn't flushed any
+    more, doesn't count for retention, and leaves memory before any other. With `why` None, that is
+    taken back: a checkpoint whose flush was skipped for it awaits its flush again. The save id ""
+    stands for whatever has the name.
     """
     memory = job_memory(settings)
     found = [] if memory is None else memory.find(name)
@@ -34,10 +32,7 @@ def reject_in_memory(settings: Settings, name: str, why: str | None, save_id: st
 
 def reject_on_storage(settings: Settings, name: str, why: str | None, save_id: str = "") -> bool:
     """Reject a committed checkpoint on storage; return whether there is one that has a manifest.
-
-    Retention leaves it alone from then on, and doesn't count it.
-
-    `why`, `save_id`: as in memory. Raises StorageUnavailable, StorageRefused.
+    Retention leaves it alone from then on, and doesn't count it. Arguments: as in memory.
     """
     storage = storage_of(settings)
     if storage is None:

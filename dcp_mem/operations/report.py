@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
-from dcp_mem.common.values import figures
+from dcp_mem.common.values import figures, shown
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.format.recoveries import RecoveryRecord
 from dcp_mem.operations.charts import LEFT, RIGHT, Dot, Series, Times, marks, series
@@ -60,24 +59,20 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A series under its title."""
-
     title: str
     series: Series
     summary: str  # the same in words, for people who can't see it
 
 
 def render_page(history: History, *, now: float | None = None) -> str:
-    """Return the page as text; all names and errors in it are escaped.
-
-    `now`: seconds since the epoch; by default this moment.
-    """
+    """Return the page as text; all names and errors in it are escaped."""
     sums = totals(history)
     environment = Environment(
         loader=PackageLoader("dcp_mem", "operations"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown,
+        # Markup is no plain text: it has been made safe already.
+        finalize=lambda value: shown(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -102,9 +97,6 @@ def render_page(history: History, *, now: float | None = None) -> str:
 
 def troubles_of(history: History) -> list[Trouble]:
     """Return what failed, was skipped or passed over, or succeeded after errors; latest first.
-
-    What a newer checkpoint superseded isn't among it: storage gets the newest by default.
-
     Errors that differ in nothing but the checkpoint's name are counted as one.
     """
     found: dict[tuple[str, str], Trouble] = {}
@@ -156,7 +148,6 @@ def _error(one: HistoryRow) -> str:
 
 
 def _kind(fate: Fate) -> str:
-    """Return the fate as a CSS class."""
     return fate.value.replace(" ", "-")
 
 
@@ -164,10 +155,7 @@ def _kind(fate: Fate) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people; "" for none.
-
-    `seconds`: the time; 0 or less stands for none.
-    """
+    """Return a time for people; "" for none."""
     if seconds <= 0:
         return ""
     if seconds < 0.9995:
@@ -187,10 +175,6 @@ def _two_units(count: int, in_one: int, large: str, small: str) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Return a size for people.
-
-    `nbytes`: the size in bytes.
-    """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if nbytes < 1000 or unit == "PiB":
             break
@@ -199,49 +183,29 @@ def size(nbytes: float) -> str:
 
 
 def counted(number: int, one: str, many: str) -> str:
-    """Return a number of things for people."""
     return f"{number:,} {one if number == 1 else many}"
 
 
 def rate(bytes_per_second: float) -> str:
-    """Return a throughput for people; "" for none.
-
-    `bytes_per_second`: the throughput; 0 or less stands for none.
-    """
+    """Return a throughput for people; "" for none."""
     return f"{size(bytes_per_second)}/s" if bytes_per_second > 0 else ""
 
 
 def moment(seconds: float) -> str:
-    """Return a moment in UTC for people; "" for none.
-
-    `seconds`: seconds since the epoch; 0 stands for none.
-    """
+    """Return a moment in UTC for people; "" for none."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds)) if seconds > 0 else ""
 
 
-def _shown(value: object) -> object:
-    """Return text that is safe to show: names come from storage, and could steer a viewer."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return "".join(
-            one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}"
-            for one in value
-        )
-    return value
-
-
 def _tiles(sums: Totals) -> list[Tile]:
-    saves = _joined(
+    others = (
         (sums.memory_only, "in memory only"),
         (sums.waiting, "on their way"),
         (sums.superseded, "superseded by newer ones"),
         (sums.skipped, "skipped"),
     )
+    saves = [f"{sums.durable:,} durable", *(f"{count:,} {what}" for count, what in others if count)]
     return [
-        Tile(
-            "Saves",
-            f"{sums.saves:,}",
-            f"{sums.durable:,} durable" + (f", {saves}" if saves else ""),
-        ),
+        Tile("Saves", f"{sums.saves:,}", ", ".join(saves)),
         Tile(
             "Failed",
             f"{sums.failed:,}",
@@ -263,7 +227,13 @@ def _tiles(sums: Totals) -> list[Tile]:
             counted(sums.durable, "flush", "flushes")
             + (f", {size(sums.reused_nbytes)} reused" if sums.reused_nbytes else ""),
         ),
-        Tile("Flush throughput", rate(sums.throughput_median) or _NONE, _median(sums.flush_median)),
+        Tile(
+            "Flush throughput",
+            rate(sums.throughput_median) or _NONE,
+            f"median flush {duration(sums.flush_median)}"
+            if sums.flush_median
+            else "nothing was flushed",
+        ),
         Tile(
             "Recoveries",
             f"{sums.recoveries:,}",
@@ -272,14 +242,6 @@ def _tiles(sums: Totals) -> list[Tile]:
             else "nothing was loaded",
         ),
     ]
-
-
-def _median(seconds: float) -> str:
-    return f"median flush {duration(seconds)}" if seconds else "nothing was flushed"
-
-
-def _joined(*counts: tuple[int, str]) -> str:
-    return ", ".join(f"{count:,} {what}" for count, what in counts if count)
 
 
 # -- what is drawn ---------------------------------------------------------------------------------
@@ -330,7 +292,7 @@ def _charts(times: Times, history: History, flushed: Sequence[HistoryRow]) -> li
     charts, breaks = [], [one.time for one in history.recoveries]
     for title, values, text, base in (
         ("Size of checkpoints", sizes, size, 1024),
-        ("Blocking time of saves", blocked, _seconds, 10),
+        ("Blocking time of saves", blocked, lambda value: duration(value) or "0", 10),
         ("Throughput of flushes", moving, lambda value: rate(value) or "0", 1024),
     ):
         if values:
@@ -354,10 +316,6 @@ def _metrics(history: History) -> dict[str, list[tuple[float, float]]]:
                 found.setdefault(name, []).append((one.created, value))
     most = sorted(found, key=lambda name: (-len(found[name]), name))[:_METRICS]
     return {name: found[name] for name in sorted(most)}
-
-
-def _seconds(value: float) -> str:
-    return duration(value) or "0"
 
 
 def _labels(times: Times, recoveries: Sequence[RecoveryRecord]) -> list[Dot]:

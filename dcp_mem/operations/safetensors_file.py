@@ -46,14 +46,11 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
         return self.size.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A safetensors file without values."""
-
     head: bytes  # the bytes that it begins with
     # where each tensor's values lie behind the head: bytes [start, stop)
     places: Mapping[str, tuple[int, int]]
@@ -61,9 +58,8 @@ class FileLayout:
 
 
 def cut_into_shards(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Yield the tensors' names in order, cut where a file would have more bytes than `most`.
-
-    `most`: bytes of a file at most; a larger tensor has a file of its own.
+    """Yield the tensors' names in order, cut where a file would have more than `most` bytes. A
+    larger tensor has a file of its own.
     """
     shard, nbytes = list[str](), 0
     for name in sorted(sizes):
@@ -76,7 +72,6 @@ def cut_into_shards(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 
 def layout_of(tensors: Mapping[str, Shape]) -> FileLayout:
-    """Lay out a file."""
     head, end = dict[str, Any]({"__metadata__": {"format": "pt"}}), 0
     places: dict[str, tuple[int, int]] = {}
     # The largest elements come first, so that all tensors are aligned.
@@ -97,10 +92,7 @@ def layout_of(tensors: Mapping[str, Shape]) -> FileLayout:
 def tensors_in(
     file: torch.Tensor, layout: FileLayout, tensors: Mapping[str, Shape]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, to be filled.
-
-    `file`: its bytes, behind which there may be others.
-    """
+    """Return the tensors of a file, to be filled; other bytes may lie behind it."""
     data = file[len(layout.head) :]
     return {
         name: data[start:stop].view(tensors[name].dtype).view(tensors[name].size)
@@ -120,21 +112,16 @@ def create_file(path: str, tensors: Mapping[str, Shape]) -> dict[str, torch.Tens
 
 
 def reserve(path: str) -> None:
-    """Have a file get all its blocks: a store to a mapped page that has none kills the process.
-
-    Raises OSError.
-    """
+    """Have a file get all its blocks: a store to a mapped page that has none kills the process."""
     with open(path, "r+b") as stream:
         os.posix_fallocate(stream.fileno(), 0, os.path.getsize(path))
 
 
 def shard_file(stem: str, number: int, count: int) -> str:
-    """Return the name of a shard's file."""
     return f"{stem}-{number:05}-of-{count:05}.safetensors"
 
 
 def index_json(weight_map: Mapping[str, str], nbytes: int, **facts: Any) -> bytes:
-    """Return the index of a directory of shards."""
     metadata = {"total_size": nbytes, **facts}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(index, indent=2).encode()

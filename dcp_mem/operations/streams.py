@@ -48,12 +48,8 @@ def open_stream(
     wanted: str,
     elsewhere: Elsewhere | None = None,
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a stream, from this node's memory, else other nodes', else storage.
-
-    They are compared with their checksums.
-
-    `storage`: the job's; None where it has none. `elsewhere`: other nodes' memory; None where no
-    other node can be asked. Raises ConfigError, SegmentCorrupt, DcpMemError.
+    """Yield the bytes of a stream, from this node's memory, else other nodes', else storage. They
+    are compared with their checksums.
     """
     troubles: list[str] = []
     with ExitStack() as stack:

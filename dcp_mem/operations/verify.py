@@ -32,7 +32,7 @@ from dcp_mem.format.names import home_rank
 from dcp_mem.loading.sources.base import Description, Source
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.sources.stored import StorageSource
-from dcp_mem.memory.checkpoint import LocalCheckpoint, checksums_of
+from dcp_mem.memory.checkpoint import checksums_of
 from dcp_mem.memory.root import node_id
 from dcp_mem.operations.contents import local_checkpoint_of
 from dcp_mem.storage import Storage
@@ -43,8 +43,6 @@ _WINDOW = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Something that isn't as it was saved."""
-
     place: str
     rank: int
     file: str  # the segment; "" for what describes the checkpoint as a whole
@@ -57,8 +55,6 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The result of verifying a checkpoint in one place."""
-
     name: str
     save_id: str
     place: str
@@ -69,8 +65,6 @@ class Verified:
 
 
 class Observer(Protocol):
-    """A listener for progress."""
-
     def expect(self, what: str, nbytes: int) -> None:
         """Take note that so many bytes come now."""
 
@@ -81,12 +75,9 @@ class Observer(Protocol):
 def verify(
     settings: Settings, storage: Storage | None, checkpoint: CheckpointStatus, observer: Observer
 ) -> list[Verified]:
-    """Read a checkpoint wherever it lies, and return what each place has shown.
-
-    Storage comes first, because its checksums serve memory too. Memory has checksums of its own
-    only for what was copied between nodes; until the flush, the rest has none.
-
-    `storage`: the job's; None where it has none. Raises StorageUnavailable, StorageRefused.
+    """Read a checkpoint wherever it lies, and return what each place has shown. Storage comes
+    first, because its checksums serve memory too: until they have been made there, memory has none
+    of its own but of what was copied between nodes.
     """
     found: list[Verified] = []
     tables: Mapping[str, ItemTable] = {}
@@ -207,12 +198,14 @@ def _in_memory(
         checks, unchecked = [], 0
         for rank in sorted(source.present):
             segment = segments[rank]
+            table = tables.get(segment.file)
             try:
-                own = _local_table(local, segment)
+                table = checksums_of(local, segment.file)
+            except FileNotFoundError:
+                pass  # they haven't been made yet
             except ManifestInvalid as error:
                 damages.append(_of_all(MEMORY, error, segment))
                 continue
-            table = own if own is not None else tables.get(segment.file)
             if table is None:
                 unchecked += segment.nbytes
             else:
@@ -230,21 +223,11 @@ def _in_memory(
     )
 
 
-def _local_table(local: LocalCheckpoint, segment: Segment) -> ItemTable | None:
-    """Return the checksums in memory; None where they haven't been made yet."""
-    try:
-        return checksums_of(local, segment.file)
-    except FileNotFoundError:
-        return None
-
-
 # -- reading and comparing -------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _SegmentCheck:
-    """A segment to be read."""
-
     segment: Segment
     table: ItemTable
     source: Source

@@ -69,9 +69,8 @@ class Vote(IntEnum):
 
 
 class Offer:
-    """The message in which a receiver names the checkpoint whose file it would begin with.
-
-    `message`: as it crosses the network; the sender has it filled in. Zeros: there is none.
+    """The message in which a receiver names the checkpoint whose file it would begin with. It is
+    filled in on the sender as it arrives; zeros: there is none.
     """
 
     def __init__(self, count: int) -> None:
@@ -85,7 +84,6 @@ class Offer:
 
     @property
     def save_id(self) -> str:
-        """The save id of the checkpoint; "" for none."""
         return self.message[: names.SAVE_ID_NBYTES].rstrip(b"\0").decode(errors="replace")
 
     @property
@@ -108,7 +106,6 @@ class EarlierFile:
         fill(self._descriptor, [memory], start)
 
     def close(self) -> None:
-        """Let the file be recycled."""
         end_lease(self._descriptor)
         os.close(self._descriptor)
 
@@ -123,17 +120,12 @@ def begins_as_earlier(plan: FilePlan) -> bool:
 
 
 class EarlierSegment(EarlierFile):
-    """This rank's segment of an earlier checkpoint."""
-
     def is_at(self, path: str) -> bool:
         """Return whether a segment of the new checkpoint is the same file."""
         return os.path.samestat(os.stat(path), self._facts)
 
     def vote(self, part: FilePart, stop: int, read: Read) -> Vote:
-        """Return what this rank says to an offer, for a part that ended elsewhere in its segment.
-
-        `read`: returns bytes of the segment as it is now.
-        """
+        """Return what this rank says to an offer, for a part that ended elsewhere before."""
         if not part.start <= stop <= self._facts.st_size:
             return Vote.CANNOT
         both, old = min(part.stop, stop), memoryview(bytearray(PAGE))
@@ -216,10 +208,7 @@ def _chunks(part: FilePart, stop: int, pages: Pages) -> Iterator[list[tuple[int,
 
 
 def sums_of(parts: Sequence[FilePart], reads: Sequence[Read], nbytes: int) -> Crcs:
-    """Return what parts add to the CRC32C of each block of the parity.
-
-    `reads`: for each of them, what returns the segment's bytes.
-    """
+    """Return what parts add to the CRC32C of each block of the parity."""
     sums = np.zeros(-(-nbytes // BLOCK), "<u4")
     for part, read in zip(parts, reads, strict=True):
         stop = part.place + part.stop - part.start
@@ -288,25 +277,19 @@ def _same_file(local: LocalCheckpoint, plan: FilePlan) -> tuple[str, Sequence[in
             return None
         return segment.file, [min(segment.nbytes, plan.nbytes)]
     for file, record in local.stripes().items():
-        if _begin_alike(record.stripe, plan.stripe):
+        if _beginnings(record.stripe) == _beginnings(plan.stripe):
             return file, [share.stop for share in record.stripe.shares]
     return None
 
 
-def _begin_alike(one: Stripe, other: Stripe) -> bool:
-    """Return whether stripes differ at most in where their shares end."""
-    first, second = (
-        [(share.rank, share.start, share.place) for share in stripe.shares]
-        for stripe in (one, other)
-    )
-    return (one.keeper, one.nbytes, first) == (other.keeper, other.nbytes, second)
+def _beginnings(stripe: Stripe) -> object:
+    """Return all of a stripe but where its shares end."""
+    shares = [(share.rank, share.start, share.place) for share in stripe.shares]
+    return stripe.keeper, stripe.nbytes, shares
 
 
 class Deciding:
-    """Has the threads that receive a file from its senders decide what it begins as.
-
-    `is_reused`: the verdict: it begins as the earlier one.
-    """
+    """Has the threads that receive a file from its senders decide what it begins as."""
 
     def __init__(self, plan: FilePlan, earlier: Earlier | None, seconds: float) -> None:
         """Describe the file; each thread waits for the others for so many seconds."""
@@ -335,9 +318,8 @@ class Deciding:
         return [stop for part, stop in parts if part.sender == sender]
 
     def settle(self, channel: Channel, memory: memoryview) -> None:
-        """Wait for all votes, and tell a sender the verdict.
-
-        `memory`: of the new file; this fills it with the earlier one, or parity with zeros.
+        """Wait for all votes, and tell a sender the verdict; fill the new file with the earlier
+        one, or parity with zeros.
         """
         self._memory = memory
         try:
@@ -364,9 +346,8 @@ class Deciding:
     def chunks(
         self, sender: int, channel: Channel, add: Callable[[int, memoryview], None]
     ) -> Iterator[IncomingChunk]:
-        """Yield what `EarlierSegment.chunks` and, of parity, `sums_of` send, after a note.
-
-        `add`: adds bytes to the file, by XOR, from a place on.
+        """Yield what `EarlierSegment.chunks` and, of parity, `sums_of` send, after a note; it is
+        added by XOR.
         """
         parts, stops = self._plan.parts_from(sender), self._stops_of(sender)
         note, read = bytearray(note_nbytes(parts, stops)), 0

@@ -69,10 +69,8 @@ class FilePlan:
         return [part for part in self.parts if part.sender == sender]
 
     def checksums_from(self, sender: int) -> Sequence[str]:
-        """Return the segments whose checksums a rank sends after its parts.
-
-        With parity they are those of the segments that it is the parity of; with a segment that is
-        copied, or rebuilt from parity, those of the segment.
+        """Return the segments whose checksums a rank sends after its parts: those that parity is
+        made of, or the one that is copied, or rebuilt from parity.
         """
         files = [part.file for part in self.parts_from(sender)]
         if self.stripe is not None:
@@ -88,10 +86,7 @@ def incoming(
     nbytes: tuple[int, ...],
     redundancy: Redundancy,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return for each rank the bytes of every slot that it sets aside for copies or parity.
-
-    The result is cached, since the sizes of slots seldom change from one save to the next.
-    """
+    """Return for each rank the bytes of every slot that it sets aside for copies or parity."""
     found: list[list[int]] = [[] for _ in nodes]
     if redundancy.parity:
         for stripe in stripes_of(nodes, domains, nbytes, redundancy.parity):
@@ -108,9 +103,8 @@ def incoming_seconds(
     seconds_nbytes: tuple[int, ...],
     redundancy: Redundancy,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return for each rank the bytes of every slot for copies of segments of frozen items.
-
-    `seconds_nbytes`: what the slot of every rank's segment of frozen items takes; 0 for none.
+    """Return for each rank the bytes of every slot for copies of segments of frozen items, by what
+    the slot of every rank's such segment takes; 0 for none.
     """
     if not any(seconds_nbytes) or not redundancy.copies:
         return tuple(() for _ in nodes)
@@ -127,11 +121,7 @@ def file_plans(
     segments: Segments,
     seconds_nbytes: tuple[int, ...] = (),
 ) -> Sequence[FilePlan]:
-    """Return the plans of a save that a rank has a part in.
-
-    `rank`: the rank in question; with parity, the plans of its whole parity group are returned.
-    `seconds_nbytes`: what the slot of every rank's segment of frozen items takes; 0 for none.
-    """
+    """Return the plans of a save that a rank, or with parity one of its group, has a part in."""
     if not redundancy.parity:
         firsts = copies_of(nodes, domains, slots_nbytes, redundancy.copies)
         seconds: tuple[Copy, ...] = ()
@@ -169,9 +159,7 @@ def copy_plan(
 def parity_plan(
     stripe: Stripe, slot_nbytes: int, segments: Segments, senders: Mapping[int, int]
 ) -> FilePlan:
-    """Return the plan of the parity of a stripe.
-
-    `slot_nbytes`: bytes set aside on the keeper; the slot takes at least the stripe's length.
+    """Return the plan of the parity of a stripe, of which at least so many bytes were set aside.
     `senders`: the rank that sends of a segment, where that isn't the segment's own rank.
     """
     parts = tuple(
@@ -206,9 +194,8 @@ def stripes_of(
     k: int,
     node: str | None = None,
 ) -> list[Stripe]:
-    """Return the stripes that ranks keep where each rank has its own segment.
-
-    `node`: return the stripes of this node's group only; None for all groups.
+    """Return the stripes that ranks keep where each has its own segment, of all groups or one
+    node's.
     """
     members = members_of(nodes)
     segments = [{rank: steady_nbytes(nbytes[rank]) for rank in ranks} for ranks in members.values()]
@@ -225,10 +212,8 @@ def stripes_over(
     k: int,
     only: int | None = None,
 ) -> list[Stripe]:
-    """Return the stripes over nodes that have certain segments.
-
-    `segments`: for each node, the lengths of its segments, by the segments' ranks. `only`: return
-    the stripes of this node's group only; None for all groups.
+    """Return the stripes over nodes that have segments of these lengths, by rank, of all groups or
+    of the group of node `only`.
     """
     found = []
     for group in groups(domains, k) if len(segments) > 1 else ():
@@ -255,8 +240,7 @@ def copies_of(
     nodes: tuple[str, ...], domains: tuple[str, ...], nbytes: tuple[int, ...], replicas: int
 ) -> tuple[Copy, ...]:
     """Return all copies of a checkpoint's segments, by sender; a node's are spread over its ranks.
-
-    `replicas`: copies of each segment; fewer where there are too few nodes.
+    There are fewer of each segment where there are too few nodes.
     """
     members = members_of(nodes)
     numbers = {node: number for number, node in enumerate(members)}

@@ -30,11 +30,9 @@ from dcp_mem.replicating.task import SMALL_CHUNK, SegmentTables
 class IncomingFile:
     """A file that is assembled in a slot. Its senders' threads add to it at the same time.
 
-    Each of them calls `begin`, then receives `chunks_from` its sender, then calls `end`.
-
-    `deciding`: decides what it begins as; None: nothing is decided. `is_sealed`: whether it lies in
-    the checkpoint, in its slot. `is_finished`: whether nothing is left to do for it: it is sealed,
-    shared, or to be made anew. `crcs`: of its blocks: of a segment, those of its items.
+    Each of them calls `begin`, then receives `chunks_from` its sender, then calls `end`; after the
+    last of them, `seal` is called. It is finished once nothing is left to do for it: it is sealed,
+    shared, or to be made anew. `crcs` are those of its blocks, or of a segment's items.
     """
 
     def __init__(
@@ -45,11 +43,6 @@ class IncomingFile:
         seal: Callable[[IncomingFile], None],
         deciding: Deciding | None,
     ) -> None:
-        """Describe the file.
-
-        `slot`: the slot that was claimed for it, or why there is none. `seal`: puts the file into
-        the checkpoint; called once all senders have ended.
-        """
         self.plan, self.slot, self.deciding = plan, slot, deciding
         self.is_sealed = self.is_finished = False
         self.crcs: Crcs = np.zeros(0, "<u4")
@@ -63,10 +56,7 @@ class IncomingFile:
         self._copied: BlockChecksums | None = None  # sums up what is received in place
 
     def begin(self) -> None:
-        """Map the slot; where parts are added up, fill it with zeros, unless that is decided later.
-
-        Raises DcpMemError.
-        """
+        """Map the slot; where parts are added up, fill it with zeros, unless that comes later."""
         with self._guard:
             if self._memory is not None:
                 return
@@ -167,7 +157,6 @@ class IncomingFile:
             self.deciding.fail()
 
     def close(self) -> None:
-        """Let the earlier file be recycled."""
         if self.deciding is not None:
             self.deciding.close()
 

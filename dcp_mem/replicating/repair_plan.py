@@ -28,10 +28,7 @@ Holders = Mapping[int, Sequence[int]]
 def lost_segments(
     nodes: Sequence[str], segments: Segments, choice: ElectedCheckpoint
 ) -> list[FilePlan]:
-    """Return plans to rebuild lost segments from parity, on the nodes that have the least bytes.
-
-    `choice`: the checkpoint, with what is lost of it, and which ranks have what else.
-    """
+    """Return plans to rebuild lost segments from parity, on the nodes that have the least bytes."""
     members, node_of = _numbered(nodes)
     holders = choice.holders or {}
     node_nbytes = [0] * len(members)
@@ -88,9 +85,8 @@ def missing_copies(
 def all_parity(
     nodes: Sequence[str], domains: Sequence[str], segments: Segments, holders: Holders, k: int
 ) -> list[FilePlan]:
-    """Return plans for all parity that the nodes are to keep, of the segments where they are now.
-
-    A segment that several nodes have counts for one of them.
+    """Return plans for all parity that the nodes are to keep, of the segments where they are now. A
+    segment that several nodes have counts for one of them.
     """
     members, node_of = _numbered(nodes)
     homes: list[dict[int, int]] = [{} for _ in members]

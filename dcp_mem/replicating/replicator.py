@@ -37,11 +37,8 @@ class Replication:
 
 
 class Replicator:
-    """One process's part in replicating checkpoints. Failures are recorded, and never raised.
-
-    Any thread may call anything at any time.
-
-    `slots`: seals the slots of received files, and takes back those of the others.
+    """One process's part in replicating checkpoints. Failures are recorded, and never raised. Any
+    thread may call anything at any time.
     """
 
     def __init__(self, memory: JobMemory, slots: SlotPool) -> None:
@@ -58,11 +55,8 @@ class Replicator:
             return self._thread is not None and self._thread.is_alive()
 
     def start(self, replication: Replication) -> None:
-        """Replicate in the background, behind what is under way.
-
-        Saves see to it that nothing is; a load in another thread may have begun to repair.
-
-        `replication`: what to replicate; its lease and slots are given back, whatever happens.
+        """Replicate in the background, behind what is under way: a load in another thread may
+        repair. The lease and slots are given back, whatever happens.
         """
         try:
             with self._guard:
@@ -89,10 +83,7 @@ class Replicator:
             self._cancelled.set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until nothing is under way. A peer that hangs is waited for until it times out.
-
-        `timeout`: seconds; None waits for as long as it takes.
-        """
+        """Wait until nothing is under way. A peer that hangs is waited for until it times out."""
         with self._guard:
             thread = self._thread
         if thread is not None:

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,12 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable
-from dcp_mem.memory.checkpoint import check_unchanged, checksums_of, has_checksums
+from dcp_mem.memory.checkpoint import (
+    LocalCheckpoint,
+    check_unchanged,
+    checksums_of,
+    has_checksums,
+)
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slot import Slot
@@ -32,10 +37,7 @@ from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
 
 class OutgoingFiles:
-    """The files that this rank sends from, opened as they are needed, and leased until `close`.
-
-    `reused`: what needn't be sent of them.
-    """
+    """The files that this rank sends from, opened as they are needed, and leased until `close`."""
 
     def __init__(self, memory: JobMemory, task: ReplicationTask, tables: SegmentTables) -> None:
         self._memory, self._task, self._tables = memory, task, tables
@@ -55,10 +57,8 @@ class OutgoingFiles:
         go_on: Callable[[], None],
     ) -> Iterator[OutgoingChunk]:
         """Yield all that this rank sends for a plan: its parts, then checksums of segments.
-
-        `offer`: what this rank has voted on; None where nothing is decided. `register`: called with
-        memory that chunks lie in, before any of them. `go_on`: raises where the rest isn't wanted
-        any more.
+        `register` is called with memory before chunks of it; `go_on` raises where the rest isn't
+        wanted.
         """
         verdict = bytearray(1)
         if offer is not None:
@@ -150,17 +150,22 @@ class OutgoingFiles:
 
     def _check_unchanged(self, name: str, file: OutgoingFile) -> None:
         """Raise SegmentCorrupt where a segment has changed since its checksums were made."""
+        local = self._local() if names.SEGMENT.fullmatch(name) else None
+        if local is not None and has_checksums(local, name):
+            check_unchanged(local, name, file.table(), "memory")
+
+    def _local(self) -> LocalCheckpoint | None:
         manifest = self._task.manifest
-        is_segment = names.SEGMENT.fullmatch(name) is not None
-        for local in self._memory.find(manifest.name) if is_segment else ():
-            is_same = local.manifest.save_id == manifest.save_id
-            if is_same and has_checksums(local, name):
-                check_unchanged(local, name, file.table(), "memory")
+        found = self._memory.find(manifest.name)
+        return next((one for one in found if one.manifest.save_id == manifest.save_id), None)
 
     def own_tables(self) -> dict[str, ItemTable]:
         """Return this rank's own segments and their items, where all checksums were computed."""
-        files = [(name, file) for name, file in self._files.items() if self._is_own(name)]
-        return {name: file.table() for name, file in files if file.is_summed}
+        return {
+            name: file.table()
+            for name, file in self._files.items()
+            if self._is_own(name) and file.is_summed
+        }
 
     def _is_own(self, name: str) -> bool:
         """Return whether a file is a segment that this process has staged."""
@@ -197,30 +202,22 @@ class OutgoingFiles:
 
     def _kept_checksums(self, name: str) -> Crcs:
         """Return the checksums of a segment from this node's memory."""
-        manifest = self._task.manifest
-        for local in self._memory.find(manifest.name):
-            if local.manifest.save_id == manifest.save_id:
-                try:
-                    return np.asarray(checksums_of(local, name).crc32c)
-                except FileNotFoundError:
-                    break
+        with suppress(FileNotFoundError):
+            if (local := self._local()) is not None:
+                return np.asarray(checksums_of(local, name).crc32c)
         raise DcpMemError(f"the checksums of {name} don't lie here")
 
 
 class OutgoingFile:
-    """A file that is sent, in whole or in part, to one rank or several.
-
-    The checksums of its items are computed once, by the threads that send its chunks.
+    """A file that is sent, in whole or in part, to one rank or several. The checksums of its items
+    are computed once, by the threads that send its chunks.
     """
 
     def __init__(
         self, nbytes: int, read: Read, table: ItemTable | None = None, mapped: Any = b""
     ) -> None:
-        """Describe the file.
-
-        `read`: returns its bytes [start, stop). `table`: its items; None for what is no segment, or
-        isn't sent as a whole. `mapped`: the mapping that `read` returns views of; it may be shorter
-        than the file.
+        """Describe the file. `table`: its items, if it is a segment that is sent as a whole.
+        `mapped`: the mapping that `read` returns views of; it may be shorter than the file.
         """
         self.nbytes, self.read, self._table = nbytes, read, table
         self.mapped = memoryview(mapped)
@@ -326,10 +323,7 @@ def of_slot(
 
 
 def of_file(path: str, nbytes: int, table: ItemTable | None, resources: ExitStack) -> OutgoingFile:
-    """Return a file of a checkpoint on this node.
-
-    `table`: its items; None for what is no segment, or isn't sent as a whole.
-    """
+    """Return a file of a checkpoint on this node; with its items, if it is sent as a whole."""
     descriptor = _leased(path, resources)
     mapped = lent(descriptor, 0, nbytes) if nbytes else memoryview(b"")
     return OutgoingFile(nbytes, lambda start, stop: mapped[start:stop], table, mapped)

@@ -59,19 +59,15 @@ class ReplicationTask:
 
 
 def abandon_all(pool: SlotPool, slots: Iterable[Slot | str]) -> None:
-    """Give back the slots of a task that isn't begun.
-
-    `slots`: the task's; texts, which say why there is none, are passed over.
-    """
+    """Give back the slots of a task that isn't begun; texts say why there is none."""
     for slot in slots:
         if isinstance(slot, Slot):
             pool.abandon(slot)
 
 
 def newest_replicated(memory: JobMemory, manifest: Manifest) -> LocalCheckpoint | None:
-    """Return the newest replicated checkpoint that lies here, besides one; None for none.
-
-    No other one is begun with: it may be evicted meanwhile, and then its slots are counted on.
+    """Return the newest replicated checkpoint that lies here, besides one. No other one is begun
+    with: it may be evicted meanwhile, and then its slots are counted on.
     """
     for local in memory.checkpoints():
         is_other = local.manifest.save_id != manifest.save_id

@@ -61,18 +61,13 @@ class _Progress:
 
 
 class Worker:
-    """Does one rank's part.
-
-    `amount`: what all ranks have sent; known once `run` has returned, and nothing has failed.
-    """
+    """Does one rank's part. `amount` is what all ranks have sent, once `run` has succeeded."""
 
     def __init__(
         self, memory: JobMemory, slots: SlotPool, task: ReplicationTask, cancelled: threading.Event
     ) -> None:
-        """Prepare the task.
-
-        `slots`: where the slots of the task come from, and go back to. `cancelled`: set it to end
-        the task, on all ranks; set by this where another rank did so.
+        """Prepare the task; `cancelled` ends it, on all ranks, and is set where another rank did
+        so.
         """
         self._memory, self._slots, self._task, self._cancelled = memory, slots, task, cancelled
         self._ranks, self._manifest, self._rank = task.ranks, task.manifest, task.ranks.rank
@@ -311,10 +306,9 @@ class Worker:
     # -- 2. agreeing -------------------------------------------------------------------------------
 
     def _agree(self) -> Failures:
-        """Tell all ranks how far this one is, until all are done; return all ranks' failures.
-
-        A rank that is done waits for slower ranks for as long as each of them takes part in the
-        rounds: only a rank that misses one is given up.
+        """Tell all ranks how far this one is, until all are done; return all ranks' failures. A
+        rank that is done waits for slower ranks for as long as each of them takes part in the
+        rounds.
         """
         while True:
             deadline = time.monotonic() + min(_LONGEST_ROUND, self._task.timeout / 4)
@@ -322,7 +316,11 @@ class Worker:
                 thread.join(max(deadline - time.monotonic(), 0.0))
             is_done = not any(thread.is_alive() for thread in self._threads)
             if is_done:
-                self._note_unfinished()
+                unfinished = [one.plan.file for one in self._incoming if not one.is_finished]
+                if unfinished and not self._failures:
+                    self._failures.append(
+                        (self._rank, f"{', '.join(unfinished)} did not come whole")
+                    )
                 self._keep_checksums()
             amount = reduce(Amount.plus, [*self._amounts, *self._outgoing.reused], Amount())
             failures = joined(tuple(self._failures), ())
@@ -342,17 +340,11 @@ class Worker:
                 self.amount, self._in_full = progress.amount, set(progress.in_full)
                 return progress.failures
 
-    def _note_unfinished(self) -> None:
-        unfinished = [file.plan.file for file in self._incoming if not file.is_finished]
-        if unfinished and not self._failures:
-            self._failures.append((self._rank, f"{', '.join(unfinished)} did not come whole"))
-
     # -- 3. and 4. ending --------------------------------------------------------------------------
 
     def _keep_checksums(self) -> None:
-        """Write the checksums of this rank's own segment beside it; once.
-
-        A copy that is read, or a segment that is rebuilt, is verified by them (invariant 1).
+        """Write the checksums of this rank's own segment beside it; once. They verify copies that
+        are read and segments that are rebuilt (invariant 1).
         """
         if self._task.own_slot is None or self._has_kept_checksums:
             return

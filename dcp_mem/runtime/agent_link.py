@@ -15,7 +15,7 @@ from dcp_mem.memory.checksumming import ChecksumThread
 from dcp_mem.runtime.remains import left_without_agent
 
 if TYPE_CHECKING:
-    from dcp_mem.flushing.thread import FlushThread
+    from dcp_mem.flushing.loop import FlushThread
 
 _SILENT_SECONDS = 3.0
 """Of an agent that doesn't answer, before it is called an error: it may only be busy."""
@@ -63,10 +63,10 @@ class AgentLink:
             if not self._is_stopped:
                 if self._thread is None:
                     # A trainer that has an agent starts sooner without all that flushes.
-                    from dcp_mem.flushing.thread import FlushThread
+                    from dcp_mem.flushing.loop import FlushThread
 
                     self._thread = FlushThread(self._root)
-                self._thread.wake(replace(registration, environment=None))
+                self._thread.register(replace(registration, environment=None))
         return ""
 
     def sum_up(self, settings: Settings) -> None:

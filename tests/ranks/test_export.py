@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
+from dcp_mem import StorageUnavailable
 from dcp_mem.cli.main import main
 from dcp_mem.operations import export
 from dcp_mem.operations.inventory import find_one
 from dcp_mem.operations.reading import Reading
+from dcp_mem.storage.posix_upload import PosixUpload
 from tests.support.checkpoints.jobs import Job
 from tests.support.storage.file_systems import mounted_tmpfs
 
@@ -28,7 +31,7 @@ def _save(job: Job, value: float, *, persist: bool = True) -> str:
     with job.writer(agent="thread", persist=persist) as writer:
         state = {name: torch.full((NUMBERS,), value) for name in ("a", "b")}
         dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
-        return find_one(writer.settings, "step-1", "").save_id
+        return find_one(writer.settings, "step-1").save_id
 
 
 def _export(job: Job, *arguments: str) -> Result:
@@ -114,3 +117,21 @@ def test_what_was_rejected_in_memory_can_be_exported(job: Job, tmp_path: Path) -
     result = _export(job, "step-1", str(tmp_path / "kept"))
     assert result.exit_code == 0, result.output
     assert os.path.exists(tmp_path / "kept" / ".metadata")
+
+
+def test_what_leaves_memory_while_it_is_exported_leaves_nothing_at_the_target(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(job, 1.0, persist=False)
+    finish = PosixUpload.finish
+
+    def vanish(upload: PosixUpload) -> None:
+        finish(upload)
+        shutil.rmtree(job.directory)
+        raise StorageUnavailable("target", "no answer")
+
+    monkeypatch.setattr(PosixUpload, "finish", vanish)
+    result = _export(job, "step-1", str(tmp_path / "kept"))
+    assert result.exit_code == 1
+    assert "can't be exported from memory just now" in result.output
+    assert not [path for path in tmp_path.joinpath("kept").rglob("*") if path.is_file()]

@@ -19,8 +19,8 @@ from _pytest.mark.structures import ParameterSet
 import dcp_mem
 from dcp_mem.common import faults
 from dcp_mem.flushing import agent, agent_handle
+from dcp_mem.flushing.flusher import JobFlusher
 from dcp_mem.flushing.registration import Registration
-from dcp_mem.flushing.scheduler import FlushScheduler
 from dcp_mem.format import names
 from dcp_mem.memory import locks, slots
 from dcp_mem.memory.job import JobMemory
@@ -604,9 +604,8 @@ def test_two_flushers_never_work_on_one_checkpoint(
         return upload(storage, key, nbytes)
 
     monkeypatch.setattr(PosixStorage, "upload", upload_slowly)
-    first, second = FlushScheduler(str(memory_root)), FlushScheduler(str(memory_root))
-    for flusher in (first, second):
-        flusher.register(Registration(job=place.job, url=str(place.path), overwrite=True))
+    registration = Registration(job=place.job, url=str(place.path), overwrite=True)
+    first, second = (JobFlusher(str(memory_root), registration) for _ in range(2))
     working = threading.Thread(target=first.flush_next)
     working.start()
     assert at_work.wait(30)
@@ -614,7 +613,7 @@ def test_two_flushers_never_work_on_one_checkpoint(
     go_on.set()
     working.join()
     assert len(uploads) == 1
-    assert second.seconds_until_next() is None
+    assert not second.due_times()
     check_storage(place, {name_of(1): 1})
 
 

@@ -28,7 +28,7 @@ import dcp_mem.flushing.agent
 import dcp_mem.flushing.agent_handle
 import dcp_mem.flushing.destination
 import dcp_mem.flushing.flusher
-import dcp_mem.flushing.scheduler
+import dcp_mem.flushing.loop
 import dcp_mem.runtime.session
 import dcp_mem.saving.agree
 from dcp_mem import (
@@ -223,7 +223,7 @@ def _registration(job: Job, run: str) -> Registration:
 
 def _flush_by_an_earlier_registration(job: Job) -> list[str]:
     """Save what storage has, where the node's flusher knows an earlier run alone."""
-    flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
+    flusher = dcp_mem.flushing.loop.FlushLoop(job.memory)
     flusher.register(_registration(job, "earlier"))
     writer = job.writer(overwrite=False)
     with pytest.MonkeyPatch.context() as patch:
@@ -268,7 +268,7 @@ def test_another_runs_registration_flushes_what_a_dead_run_has_left(
 ) -> None:
     job = local_root.job(memory_root)
     forked(_save_without_flusher, job)
-    flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
+    flusher = dcp_mem.flushing.loop.FlushLoop(job.memory)
     flusher.register(_registration(job, "later"))
     assert flusher.flush_next()
     assert "run/step-1/.metadata" in local_root.names()
@@ -304,7 +304,7 @@ def _marks_that_fail(job: Job) -> tuple[list[int], int]:
         writer = job.writer(keep_memory=3)
         for number in range(3):
             save(writer, number)
-        flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
+        flusher = dcp_mem.flushing.loop.FlushLoop(job.memory)
         flusher.register(_registration(job, ""))
         assert flusher.flush_next()
         _reject_newest(job)
@@ -334,7 +334,7 @@ def test_what_storage_has_in_the_place_of_a_rejected_save_is_not_marked(
 ) -> None:
     job = local_root.job(memory_root)
     forked(_save_without_flusher, job)
-    flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
+    flusher = dcp_mem.flushing.loop.FlushLoop(job.memory)
     flusher.register(_registration(job, ""))
     assert flusher.flush_next()
     stored = Path(job.url or "", "step-1")
@@ -358,7 +358,7 @@ def _attempts_at_two_that_fail(job: Job) -> list[int]:
         with job.writer(keep_memory=2) as writer:
             save(writer, 1)
             save(writer, 2)
-            flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
+            flusher = dcp_mem.flushing.loop.FlushLoop(job.memory)
             flusher.register(_registration(job, ""))
             for _ in range(4):
                 flusher.flush_next()
@@ -1078,7 +1078,7 @@ def test_a_flush_thread_leaves_the_trainers_variables_alone(memory_root: Path) -
 def _save_busily(first: Job, second: Job) -> list[str]:
     """Have one job always something new to flush; what the flusher flushes, in order."""
     install_gate()
-    flusher = dcp_mem.flushing.scheduler.FlushScheduler(first.memory)
+    flusher = dcp_mem.flushing.loop.FlushLoop(first.memory)
     order: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)

@@ -23,8 +23,8 @@ from dcp_mem import (
     State,
     Transfer,
 )
+from dcp_mem.flushing.loop import FlushLoop
 from dcp_mem.flushing.registration import Registration
-from dcp_mem.flushing.scheduler import FlushScheduler
 from dcp_mem.format.history import HistoryRow, from_csv, to_csv
 from dcp_mem.format.manifest import FlushRecord, NodeManifest
 from dcp_mem.memory.checkpoint import LocalCheckpoint
@@ -312,7 +312,7 @@ def test_what_storage_has_already_doesnt_count(job: Job) -> None:
 
 def _flush_by_one_flusher(slow: Job, quick: Job) -> list[CheckpointStatus]:
     """A byte a second lets one small checkpoint through, and the next after an hour."""
-    flusher = FlushScheduler(slow.memory)
+    flusher = FlushLoop(slow.memory)
 
     def registration(job: Job, limit: int | None) -> Registration:
         return Registration(

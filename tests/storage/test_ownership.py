@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from dcp_mem import FlushFailed, MemoryStorageWriter, State, StorageTaken, keep_last
 from dcp_mem.common import faults
+from dcp_mem.flushing.loop import FlushLoop
 from dcp_mem.flushing.ownership import DIRECTORY, Ownership
 from dcp_mem.flushing.queue import FlushQueue
 from dcp_mem.flushing.registration import Registration
-from dcp_mem.flushing.scheduler import FlushScheduler
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.job import JobMemory
@@ -199,7 +199,7 @@ def test_the_loser_says_so_in_its_status_and_keeps_its_checkpoints(
     old.ownership().claim()
     new.save(1)
     new.ownership().claim()
-    flusher = FlushScheduler(old.job.memory)
+    flusher = FlushLoop(old.job.memory)
     flusher.register(Registration(job="job", url=old.job.url or "", overwrite=True))
     flusher.flush_next()
     (status,) = old.job.writer().status()
@@ -304,7 +304,7 @@ class Writers:
                 lambda *arguments: _Interrupted(open_storage(*arguments), acts),
             )
             patch.setattr(FlushQueue, "is_live", lambda *_: True)
-            flusher = FlushScheduler(job.memory)
+            flusher = FlushLoop(job.memory)
             flusher.register(
                 Registration(
                     job="job", url=self.root.url, overwrite=True, keep_storage=keep_last(1)

@@ -23,10 +23,10 @@ import dcp_mem.flushing.flusher
 import dcp_mem.runtime.session
 from dcp_mem import State, every_n_saves
 from dcp_mem.common import faults
+from dcp_mem.flushing.flusher import JobFlusher
 from dcp_mem.flushing.orphans import collect_older_attempts, orphans
 from dcp_mem.flushing.parts import FlushJob, drop_part
 from dcp_mem.flushing.registration import Registration
-from dcp_mem.flushing.scheduler import FlushScheduler
 from dcp_mem.format import names
 from dcp_mem.format.history import from_csv
 from dcp_mem.format.manifest import FlushRecord
@@ -64,11 +64,9 @@ class Nodes:
     def ids(self, numbers: Collection[int]) -> frozenset[str]:
         return frozenset(self.memory(number).node for number in numbers)
 
-    def flusher(self, number: int, running: Collection[int] | None) -> FlushScheduler:
+    def flusher(self, number: int, running: Collection[int] | None) -> JobFlusher:
         """A node's flusher, that knows the job to run on these nodes."""
-        flusher = FlushScheduler(str(self.root / f"node{number}"))
-        flusher.register(self.registration(running))
-        return flusher
+        return JobFlusher(str(self.root / f"node{number}"), self.registration(running))
 
     def registration(self, running: Collection[int] | None) -> Registration:
         return Registration(
@@ -131,7 +129,7 @@ def _disarmed() -> Iterator[None]:
     faults.arm("")
 
 
-def _look(*flushers: FlushScheduler, rounds: int = _ROUNDS) -> None:
+def _look(*flushers: JobFlusher, rounds: int = _ROUNDS) -> None:
     """Have flushers look at what is pending in turn, without the pauses between."""
     for _ in range(rounds):
         for flusher in flushers:
@@ -237,7 +235,7 @@ def test_an_owner_whose_time_is_long_is_taken_over_all_the_same(nodes: Nodes) ->
     flushers = [nodes.flusher(number, (0, 1, 2)) for number in (0, 2)]
     _look(*flushers, rounds=2)
     states = [
-        flusher._jobs["job"].queue.known_state(nodes.held(number))
+        flusher.queue.known_state(nodes.held(number))
         for flusher, number in zip(flushers, (0, 2), strict=True)
     ]
     for seconds in (3700.0, 1200.0):
@@ -255,7 +253,7 @@ def test_what_failed_while_trainers_lived_is_tried_for_an_hour_after_them(nodes:
     flusher = nodes.flusher(0, (0, 1, 2))
     trainer = JobLock(nodes.memory(0).directory, "job", RunIdentity("run", ""))
     _look(flusher, rounds=1)
-    queue = flusher._jobs["job"].queue
+    queue = flusher.queue
     queue.known_state(nodes.held(0)).waiting_since -= 4000.0
     assert queue.is_needed()
     trainer.close()
@@ -282,7 +280,7 @@ def test_who_has_waited_long_gives_the_holders_of_copies_their_time(nodes: Nodes
         memory.find("step-2")[0], FlushRecord(save_id=newer.save_id, outcome="durable")
     )
     _look(waiter, rounds=1)
-    state = waiter._jobs["job"].queue.known_state(nodes.held(2 - holder))
+    state = waiter.queue.known_state(nodes.held(2 - holder))
     state.waiting_since -= 500.0
     waiter.register(nodes.registration((0, 2)))
     _look(waiter, nodes.flusher(holder, (0, 2)))
@@ -419,25 +417,21 @@ def test_holders_get_along_on_every_kind_of_storage(
     saved_thrice: Path, memory_root: Path, storage_root: StorageRoot, tmp_path: Path
 ) -> None:
     nodes = _copied(saved_thrice, memory_root, tmp_path)
-    flushers = [FlushScheduler(str(memory_root / f"node{number}")) for number in (1, 2)]
-    for flusher in flushers:
-        options = storage_root.storage_options
-        flusher.register(
-            Registration(
-                job="job",
-                url=f"{storage_root.url}/run",
-                overwrite=True,
-                storage_options=options,
-                nodes=nodes.ids((1, 2)),
-            )
-        )
+    registration = Registration(
+        job="job",
+        url=f"{storage_root.url}/run",
+        overwrite=True,
+        storage_options=storage_root.storage_options,
+        nodes=nodes.ids((1, 2)),
+    )
+    flushers = [JobFlusher(str(memory_root / f"node{one}"), registration) for one in (1, 2)]
     _at_once(flushers)
     assert [nodes.outcome(number) for number in (1, 2)] == [("durable", "")] * 2
     assert forked(_load_from, storage_root) == 1
     assert len([name for name in storage_root.names() if name.endswith(".distcp")]) == 3
 
 
-def _at_once(flushers: Sequence[FlushScheduler]) -> None:
+def _at_once(flushers: Sequence[JobFlusher]) -> None:
     threads = [threading.Thread(target=_look, args=[flusher]) for flusher in flushers]
     for thread in threads:
         thread.start()

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from dcp_mem.cli.main import main
 from dcp_mem.operations.doctor import Check, Severity
-from dcp_mem.operations.transport_check import NodeTransport, judge_transport
+from dcp_mem.operations.network import NodeTransport, judge_transport
 
 GOOD = NodeTransport(rank=0, host="node-0", trouble="", devices=("mlx5_0",), rate=40e9, cpu=0.02e-9)
 
