@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
 
 import dcp_mem.integrations.nebula
 from dcp_mem import ConfigError
-from dcp_mem.cli.main import main
 from tests.support.checkpoints.jobs import wait_until
+from tests.support.command import command
 from tests.support.processes.forks import forked_ranks, killed_ranks
 
 pytest.importorskip("deepspeed")
@@ -139,9 +138,7 @@ def _check_files(engine: Any, place: Path) -> None:
         return
     wait_until((place / "storage" / tag / ".metadata").exists)
     target = place / "files" / tag
-    result = CliRunner().invoke(
-        main, ["export", f"{place}/storage", tag, str(target), "--format", "files"]
-    )
+    result = command("export", f"{place}/storage", tag, str(target), "--format", "files")
     assert result.exit_code == 0, result.output
     weights = get_fp32_state_dict_from_zero_checkpoint(str(target.parent), tag)
     for name, parameter in engine.module.named_parameters():

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_mem
-from dcp_mem.common import faults
 from tests.support.checkpoints.jobs import Job, wait_until
 from tests.support.checkpoints.training import load_newest, save
 from tests.support.nodes.cluster import Cluster, Node, job_on_nodes
 from tests.support.nodes.inside import is_rank
+from tests.support.processes import faults
 from tests.support.variants import VARIANT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

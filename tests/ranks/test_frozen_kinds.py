@@ -17,8 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-from dcp_mem import CheckpointManager, MemoryStorageWriter, TrainState
-from dcp_mem.errors import ConfigError
+from dcp_mem import CheckpointManager, ConfigError, MemoryStorageWriter, TrainState
 from tests.support.checkpoints.jobs import Job, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import forked_ranks, raised_by

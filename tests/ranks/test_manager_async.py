@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import dcp_mem
 from dcp_mem import CheckpointManager, ConfigError, DcpMemError
-from dcp_mem.common import faults
+from tests.support.processes import faults
 from tests.support.processes.forks import forked_ranks
 
 

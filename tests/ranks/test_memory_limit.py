@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 import dcp_mem
 from dcp_mem import MemoryBudgetExceeded, MemoryStorageWriter
-from dcp_mem.common.files import allocated_bytes
-from tests.support.checkpoints.jobs import Job, wait_for_spare_slots, wait_until
+from tests.support.checkpoints.jobs import Job, occupied, wait_for_spare_slots, wait_until
 from tests.support.processes.forks import forked, forked_ranks, forking
 from tests.support.storage.file_systems import mounted_tmpfs
 
@@ -169,10 +168,28 @@ def test_a_child_that_outlives_its_killed_trainer_keeps_none_of_the_jobs_memory(
             ranks.kill()
             slots = [*job.directory.glob(".slots/*"), *job.directory.glob("step-*/*.distcp")]
             before = {path.stat().st_ino for path in slots}
-            limit = allocated_bytes(str(job.directory)) + 2 * MIB
+            limit = occupied(job.directory) + 2 * MIB
             assert forked(_save_within, job, limit) <= before, "a slot was made anew"
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_memory_of_a_deleted_slot_is_back_although_somebody_still_has_it_open(
+    memory_root: Path,
+) -> None:
+    with mounted_tmpfs(memory_root / "small", "64m") as small:
+        job = Job(None, str(small))
+        writer = job.writer(agent="thread", persist=False, keep_memory=1)
+        for step in range(3):
+            state = {"a": torch.full((2 * MIB,), float(step))}
+            dcp_mem.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+            wait_for_spare_slots()
+        slot = max(job.directory.glob(".slots/*"), key=lambda path: path.stat().st_size)
+        with slot.open("rb", 0) as summed_up:  # without a lease, as checksums are made
+            assert os.fstat(summed_up.fileno()).st_blocks
+            writer.close()
+            assert not slot.exists()
+            assert not os.fstat(summed_up.fileno()).st_blocks
 
 
 # -- slots that are made ready ---------------------------------------------------------------------

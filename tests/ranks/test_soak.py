@@ -15,17 +15,17 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
-from dcp_mem.common import faults
-from dcp_mem.common.files import allocated_bytes
 from tests.support.checkpoints.jobs import (
     Job,
     agents,
     committed_in,
     load,
     load_anew,
+    occupied,
     save,
     wait_until,
 )
+from tests.support.processes import faults
 from tests.support.processes.forks import forking
 from tests.support.seeds import seeded
 
@@ -103,7 +103,7 @@ def test_hundreds_of_saves_and_random_kills_never_lose_or_mix_a_checkpoint(
         )
         assert found >= before
         assert len(list((job.directory / ".slots").iterdir())) <= (_KEEP + 1) * _RANKS
-        assert allocated_bytes(str(job.directory)) <= (_KEEP + 2) * _RANKS * (4 << 20)
+        assert occupied(job.directory) <= (_KEEP + 2) * _RANKS * (4 << 20)
     assert killed >= _LIVES // 3
     assert _highest(progress, "done") >= 10 * _LIVES
     _storage_holds_whole_checkpoints(job, tmp_path / "run")

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from dcp_mem import CheckpointManager
-from dcp_mem.common import faults
 from tests.support.checkpoints.jobs import wait_until
+from tests.support.processes import faults
 from tests.support.processes.forks import Forks, forking
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]

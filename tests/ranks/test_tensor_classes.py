@@ -13,12 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 import dcp_mem
 from dcp_mem import (
     CheckpointManager,
-    DcpMemError,
     MemoryStorageWriter,
     RankFailed,
     UntrustedObject,
 )
-from dcp_mem.saving import private_copies
 from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.plans import begin_save
 from tests.support.processes.forks import forked_ranks, raised_by
@@ -324,11 +322,6 @@ def test_a_class_that_cant_be_saved_as_it_is_is_refused_on_all_ranks(
     if not road.startswith("async"):
         assert first.startswith("DcpMemError: scaled.of 0: "), first
         assert second.startswith("RankFailed"), second
-
-
-def test_a_class_that_a_copy_loses_is_refused() -> None:
-    with pytest.raises(DcpMemError, match=r"Closed becomes a torch\.Tensor"):
-        private_copies.copied({"scaled": scaled(1, Closed)})
 
 
 def _sharded(job: Job, step: str) -> list[str]:

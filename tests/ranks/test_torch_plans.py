@@ -15,10 +15,10 @@ from torch.optim import SGD
 
 import dcp_mem
 from dcp_mem import ConfigError, MemoryStorageReader, MemoryStorageWriter
-from dcp_mem.common import faults
 from tests.support.checkpoints.models import rows_of_five
 from tests.support.checkpoints.plans import logged, why_torch_plans
 from tests.support.checkpoints.roundtrip import Places, State, assert_same, blank_of
+from tests.support.processes import faults
 from tests.support.processes.forks import forked_ranks
 from tests.support.processes.launch import TORCHRUN, ends, run_python
 

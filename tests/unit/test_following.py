@@ -1,23 +1,14 @@
-"""Which checkpoints a follower may take, and the links by which it holds them."""
+"""Which checkpoints a follower may take."""
 
-import errno
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
-
-from dcp_mem.memory.checkpoint import LocalCheckpoint
-from dcp_mem.memory.links import LinkedCheckpoint, drop_dead_links
-from dcp_mem.memory.locks import end_lease
 from dcp_mem.policy.admission import Admission, NodeMemory, admit, still_full
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.following import identity, unseen
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.redundancy import Redundancy
-from tests.support.checkpoints.jobs import Job, load_as_torch, save
 
 
 def _choice(
@@ -104,86 +95,3 @@ def test_a_save_that_lacks_what_followers_hold_may_wait_for_it() -> None:
     assert (verdict.action, verdict.lasting) == (Admission.FULL, False)
     assert late is not None
     assert not late.lasting
-
-
-# -- links ----------------------------------------------------------------------------------------
-
-
-def test_links_go_with_their_holder_and_dead_ones_with_the_next_save(memory_job: Job) -> None:
-    with memory_job.writer(keep_memory=1) as writer:
-        save(writer, 1)
-        session = writer._saver.open_session()
-        memory = session.memory
-        (checkpoint,) = memory.checkpoints()
-        held, dead = (memory.link(checkpoint, _segments(checkpoint)) for _ in range(2))
-        end_lease(dead.descriptor)  # as the system does for a process that was killed
-        save(writer, 2)
-        assert not os.path.exists(dead.local.directory)
-        assert memory.drop_dead_links()
-        assert held.is_whole
-        held.add_stock_metadata()
-        assert load_as_torch(Path(held.local.directory)) == 1
-        held.close()
-        held.close()
-        assert not memory.drop_dead_links()
-
-
-def test_a_file_that_has_a_link_is_no_slot_while_it_has(memory_job: Job) -> None:
-    with memory_job.writer(keep_memory=1) as writer:
-        save(writer, 1)
-        memory = writer._saver.open_session().memory
-        (checkpoint,) = memory.checkpoints()
-        (segment,) = checkpoint.manifest.segments
-        inode = os.stat(checkpoint.segment_path(segment.file)).st_ino
-        with memory.link(checkpoint, _segments(checkpoint)):
-            assert memory.evict(checkpoint)
-            assert not memory.checkpoints()
-            assert inode not in _slots(memory.slots)
-            save(writer, 2)
-            (newer,) = memory.checkpoints()
-            assert os.stat(newer.segment_path(newer.manifest.segments[0].file)).st_ino != inode
-
-
-def _segments(checkpoint: LocalCheckpoint) -> list[str]:
-    return [segment.file for segment in checkpoint.manifest.segments]
-
-
-def _slots(directory: str) -> set[int]:
-    with os.scandir(directory) as entries:
-        return {entry.inode() for entry in entries}
-
-
-def test_a_checkpoint_that_has_left_can_t_be_linked(memory_job: Job, tmp_path: Path) -> None:
-    with memory_job.writer() as writer:
-        save(writer, 1)
-        memory = writer._saver.open_session().memory
-        (checkpoint,) = memory.checkpoints()
-        memory.evict(checkpoint)
-        links = memory_job.directory / ".links"
-        with pytest.raises(FileNotFoundError):
-            LinkedCheckpoint(str(links), checkpoint, _segments(checkpoint))
-        assert not list(links.iterdir())
-
-
-def test_a_lease_that_fails_leaves_no_descriptor(
-    memory_job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leased: list[str] = []
-
-    def share(descriptor: int) -> bool:
-        leased.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    with memory_job.writer() as writer:
-        save(writer, 1)
-        (checkpoint,) = writer._saver.open_session().memory.checkpoints()
-    monkeypatch.setattr("dcp_mem.memory.links.share", share)
-    with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)):
-        LinkedCheckpoint(str(memory_job.directory / ".links"), checkpoint, [])
-    found = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
-    assert leased
-    assert not set(leased) & set(found)
-
-
-def test_no_directory_of_links_is_fine(tmp_path: Path) -> None:
-    drop_dead_links(str(tmp_path / "none"))

@@ -49,7 +49,7 @@ _AS_TORCH_2_6 = """
 import sys
 from torch.distributed.checkpoint import planner
 vars(planner).pop("BytesIOWriteData", None)
-import dcp_mem.reader, dcp_mem.writer
+from dcp_mem import MemoryStorageReader, MemoryStorageWriter
 """
 
 

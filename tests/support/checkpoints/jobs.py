@@ -55,6 +55,12 @@ class Job:
         }
 
 
+def occupied(directory: Path) -> int:
+    """The bytes of the files below a directory, there or set aside; several names count once."""
+    facts = [path.lstat() for path in directory.rglob("*") if not path.is_dir()]
+    return sum({one.st_ino: max(one.st_blocks * 512, one.st_size) for one in facts}.values())
+
+
 def committed_in(root: Path) -> set[str]:
     """The names of the checkpoints that torch finds in a directory."""
     return {path.parent.name for path in root.glob("*/.metadata")}
