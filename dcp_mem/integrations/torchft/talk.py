@@ -125,9 +125,9 @@ def met(meeting: Mapping[str, Any], talk: Talk, transport: str, *, is_sender: bo
     `meeting`: the store's host and port, and the channel's name there. Raises RuntimeError.
     """
     seconds = talk.seconds_left()
-    timeout, place = timedelta(seconds=seconds), (str(meeting["host"]), int(meeting["port"]))
+    timeout, address = timedelta(seconds=seconds), (str(meeting["host"]), int(meeting["port"]))
     store = TimedCalls(seconds).do(
-        lambda: dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timeout)
+        lambda: dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
     )
     place = MeetingPlace(TimedStore(store, seconds), f"{meeting['name']}/", talk.check)
     return connected(transport, Pair(store=place, is_sender=is_sender, seconds=seconds))
