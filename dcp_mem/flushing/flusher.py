@@ -304,7 +304,7 @@ class JobFlusher:
         if has_committed:
             row = row_of(checkpoint.manifest, record)
             is_shown = registration.shows_history
-            add_to_stored_history(storage, row, memory.history(), is_shown=is_shown)
+            add_to_stored_history(storage, row, memory.history.rows(), is_shown=is_shown)
         return record, has_committed
 
     def _lost(self, turn: _Turn) -> tuple[frozenset[str], set[str]]:
@@ -360,7 +360,7 @@ class JobFlusher:
             committed = memory.raised(turn.checkpoint.manifest)
             with environment_of(registration):
                 deleted = self._destination.retain(registration, memory, committed)
-            memory.note_deleted(deleted)
+            memory.history.note_deleted(deleted)
         except Exception as error:  # the next commit brings another chance
             log.warning(
                 "what %s doesn't keep in %s stays for now: %s",

@@ -171,10 +171,7 @@ def _record(kind: type[Record], path: str, manifest: Manifest) -> Record:
 
 
 def checksums_of(checkpoint: LocalCheckpoint, file: str) -> ItemTable:
-    """Return the items and checksums that lie beside a segment, or beside its parity.
-
-    Raises FileNotFoundError, ManifestInvalid.
-    """
+    """Return the items and checksums that lie beside a segment, or beside its parity."""
     path = os.path.join(checkpoint.directory, names.checksums_file(file))
     manifest = NodeManifest.from_json(files.read_bytes(path))
     if file not in manifest.tables:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from dcp_mem.common.files import create, read_bytes, write_atomically
+from dcp_mem.common.files import create, lies_at, read_bytes, write_atomically
 from dcp_mem.errors import DcpMemError, JobInUse
 
 _PROBE_SECONDS = 0.2
@@ -31,10 +31,7 @@ _PAUSE = 0.0001
 
 
 def try_lease(descriptor: int, *, exclusive: bool) -> bool:
-    """Take or convert a descriptor's lease, without waiting; False where another one forbids it.
-
-    `exclusive`: whether nobody else may hold a lease; otherwise the lease is a shared one.
-    """
+    """Take or convert a descriptor's lease, without waiting; False where another one forbids it."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -46,8 +43,6 @@ def share(descriptor: int) -> bool:
     """Take a shared lease; False where another process holds an exclusive one for good.
 
     Leases that are held only to find out whether there is another one are waited for.
-
-    `descriptor`: of the file; an exclusive lease of its own becomes a shared one.
     """
     deadline = time.monotonic() + _PROBE_SECONDS
     while not try_lease(descriptor, exclusive=False):
@@ -121,10 +116,12 @@ def is_in_use(path: str) -> bool:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        is_shared = share(descriptor)
-        if not is_shared or os.stat(path).st_ino != os.fstat(descriptor).st_ino:
+        # Where that fails, the other one may only be looking, too: `share` waits for it.
+        is_alone = try_lease(descriptor, exclusive=True)
+        is_leaving = not (is_alone or share(descriptor))
+        if is_leaving or not lies_at(path, os.fstat(descriptor).st_ino):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return not try_lease(descriptor, exclusive=True)
+        return not (is_alone or try_lease(descriptor, exclusive=True))
     finally:
         end_lease(descriptor)
         os.close(descriptor)
@@ -221,10 +218,7 @@ class JobLock:
         return True
 
     def note_run(self, run: str, url: str | None = None) -> None:
-        """Write down which run saves here from now on; flushers and followers go by it.
-
-        `url`: the job's root on storage; None for a job without. Raises OSError.
-        """
+        """Write down which run saves here from now on; flushers and followers go by it."""
         note = SavingRun(run, url or "")
         write_atomically(self._owner_path, _owner(self._identity, note))
 

@@ -61,10 +61,7 @@ def remove_unlisted(
 
 
 def drop_free_slots(slots: str) -> None:
-    """Give the memory of free slots back to the system, but for those that a process holds.
-
-    `slots`: the job's directory of free slots; there is nothing to do where it is gone.
-    """
+    """Give the memory of free slots back to the system, but for those that a process holds."""
     with contextlib.suppress(FileNotFoundError), in_turn(slots):
         for entry in files_in(slots):
             _remove_unless_leased(os.path.join(slots, entry))

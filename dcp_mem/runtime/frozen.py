@@ -272,10 +272,7 @@ class FrozenSegments:
         return self._known.get(group)
 
     def keep(self, group: object, segment: FrozenSegment | None) -> None:
-        """Take note of a complete save.
-
-        `segment`: None where the save had none.
-        """
+        """Take note of a complete save."""
         if segment is None:
             self._known.pop(group, None)
         else:

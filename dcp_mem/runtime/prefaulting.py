@@ -103,13 +103,7 @@ class Prefaulting:
     def fill_up(
         self, settings: Settings, sizes: SlotSizes, needs: NodeNeeds, *, rank: int
     ) -> Future[None] | None:
-        """Bring the rank's slots up to what `keep` + 1 checkpoints take, within the memory budget.
-
-        In the background.
-
-        `settings`: of the job: how many checkpoints stay, and the memory limit. Returns what tells
-        when that has ended; None where nothing is missing.
-        """
+        """Bring the rank's slots up to what `keep` + 1 checkpoints take, within the limit."""
 
         def missing() -> int:
             # In this order: a segment that retires in between is counted twice, never overlooked.

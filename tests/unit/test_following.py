@@ -115,17 +115,19 @@ def test_links_go_with_their_holder_and_dead_ones_with_the_next_save(memory_job:
         session = writer._saver.open_session()
         memory = session.memory
         (checkpoint,) = memory.checkpoints()
-        held, dead = (memory.link(checkpoint, _segments(checkpoint)) for _ in range(2))
+        held, dead = (
+            LinkedCheckpoint(memory.links, checkpoint, _segments(checkpoint)) for _ in range(2)
+        )
         end_lease(dead.descriptor)  # as the system does for a process that was killed
         save(writer, 2)
         assert not os.path.exists(dead.local.directory)
-        assert memory.drop_dead_links()
+        assert drop_dead_links(memory.links)
         assert held.is_whole
         held.add_stock_metadata()
         assert load_as_torch(Path(held.local.directory)) == 1
         held.close()
         held.close()
-        assert not memory.drop_dead_links()
+        assert not drop_dead_links(memory.links)
 
 
 def test_a_file_that_has_a_link_is_no_slot_while_it_has(memory_job: Job) -> None:
@@ -135,7 +137,7 @@ def test_a_file_that_has_a_link_is_no_slot_while_it_has(memory_job: Job) -> None
         (checkpoint,) = memory.checkpoints()
         (segment,) = checkpoint.manifest.segments
         inode = os.stat(checkpoint.segment_path(segment.file)).st_ino
-        with memory.link(checkpoint, _segments(checkpoint)):
+        with LinkedCheckpoint(memory.links, checkpoint, _segments(checkpoint)):
             assert memory.evict(checkpoint)
             assert not memory.checkpoints()
             assert inode not in _slots(memory.slots)
