@@ -166,15 +166,12 @@ class SlotPool:
             for slot in list(self._open.values()):
                 sealed = _is_idle(slot) and os.path.dirname(slot.path) != self._directory
                 if sealed and slot.links:
-                    self._take_back_links(slot, is_listed)
+                    slot.links = [one for one in slot.links if files.lies_at(one, slot.inode)]
+                    for path in list(slot.links):
+                        if not is_listed(path):
+                            self.unlink(slot, path)
                 elif sealed and files.lies_at(slot.path, slot.inode) and not is_listed(slot.path):
                     self.abandon(slot)
-
-    def _take_back_links(self, slot: Slot, is_listed: Callable[[str], bool]) -> None:
-        slot.links = [path for path in slot.links if files.lies_at(path, slot.inode)]
-        for path in list(slot.links):
-            if not is_listed(path):
-                self.unlink(slot, path)
 
     def prefault(
         self,

@@ -9,13 +9,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from dcp_mem.common.background import KeptThread, let_caller_return
+from dcp_mem.common.gc_pause import GrownHeap
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.memory import pinning
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.slots import SlotPool
-from dcp_mem.runtime.heap import GrownHeap
 from dcp_mem.runtime.layouts import PlanLayout, put_frames
 
 

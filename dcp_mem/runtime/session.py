@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TypeVar
 
+from dcp_mem.common.gc_pause import GrownHeap
 from dcp_mem.config import Settings
 from dcp_mem.errors import DcpMemError
 from dcp_mem.memory.catalogs import Catalogs
@@ -25,7 +26,6 @@ from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.replicator import Replicator
 from dcp_mem.runtime.agent_link import AgentLink
 from dcp_mem.runtime.frozen import FrozenSegments
-from dcp_mem.runtime.heap import GrownHeap
 from dcp_mem.runtime.last_saves import LastSaves
 from dcp_mem.runtime.layouts import Layouts
 from dcp_mem.runtime.numbers import RunNumbers
