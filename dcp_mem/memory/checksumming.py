@@ -22,6 +22,7 @@ import numpy as np
 from dcp_mem.common import faults, files
 from dcp_mem.common.background import let_caller_return
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import DcpMemError, ManifestInvalid
 from dcp_mem.format import names
@@ -72,10 +73,7 @@ class ChecksumThread:
             self._hurries = False
             self._woken.set()
             if self._thread is None and not self._is_stopping:
-                self._thread = threading.Thread(
-                    target=self._run, name="dcp_mem-checksums", daemon=True
-                )
-                self._thread.start()
+                self._thread = daemon(self._run, "dcp_mem-checksums")
 
     @property
     def is_busy(self) -> bool:

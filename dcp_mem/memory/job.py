@@ -109,11 +109,9 @@ class JobMemory:
 
     def damaged_manifests(self, scope: str) -> dict[str, str]:
         """Return why checkpoints here can't be told of, by name: their manifests are damaged."""
-        paths = {
-            os.path.basename(directory): os.path.join(directory, names.manifest_file(scope))
-            for directory in self._checkpoint_directories()
-        }
-        found = {name: _damage_of_manifest(path) for name, path in paths.items()}
+        file = names.manifest_file(scope)
+        directories = self._checkpoint_directories()
+        found = {os.path.basename(one): _damage_of_manifest(f"{one}/{file}") for one in directories}
         return {name: why for name, why in found.items() if why}
 
     def checkpoint_directory(self, name: str) -> str:

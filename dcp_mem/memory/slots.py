@@ -157,7 +157,9 @@ class SlotPool:
         is_free = os.path.dirname(slot.path) == self._directory
         if not is_free and files.lies_at(slot.path, slot.inode):
             with contextlib.suppress(FileNotFoundError):  # evicted just now: it is a slot already
-                slot.path = self._freed(slot.path)
+                free = self._new_path()
+                os.rename(slot.path, free)
+                slot.path = free
         self.share(slot)
 
     def take_back(self, is_listed: Callable[[str], bool]) -> None:
@@ -309,12 +311,6 @@ class SlotPool:
 
     def _new_path(self) -> str:
         return os.path.join(self._directory, uuid.uuid4().hex[:12] + _SUFFIX)
-
-    def _freed(self, path: str) -> str:
-        """Make a free slot of what lies at a path, by rename; return where it lies now."""
-        free = self._new_path()
-        os.rename(path, free)
-        return free
 
     def _create(self) -> Slot:
         path = self._new_path()
