@@ -89,7 +89,9 @@ class _Speeds:
 def _look(memory: JobMemory) -> _Job:
     checkpoints = tuple(map(status_of, memory.checkpoints()))
     durable = [(one.durable, one.name) for one in checkpoints if one.state is State.DURABLE]
-    durable += [(row.durable, row.name) for row in memory.history() if row.outcome == "durable"]
+    durable += [
+        (row.durable, row.name) for row in memory.history.rows() if row.outcome == "durable"
+    ]
     when, name = max(durable, default=(0.0, ""))
     return _Job(
         name=memory.job,

@@ -15,10 +15,7 @@ _ADVICE = (
 
 
 def abfs_url(url: str) -> str:
-    """Return the abfs URL for another kind of URL of a path in an Azure container.
-
-    Raises ConfigError.
-    """
+    """Return the abfs URL for another kind of URL of a path in an Azure container."""
     scheme, host = url.partition("://")[0], urlsplit(url).hostname or ""
     if scheme == "azureml":
         raise ConfigError(

@@ -81,10 +81,7 @@ def raise_if_full(error: OSError, path: str, nbytes: int = 1) -> None:
 
 
 def create(path: str, *, flags: int = 0) -> int:
-    """Open a private file (0600) for reading and writing, made where it is missing.
-
-    Raises MemoryBudgetExceeded.
-    """
+    """Open a private file (0600) for reading and writing, made where it is missing."""
     try:
         return open_file(path, os.O_CREAT | os.O_RDWR | flags)
     except OSError as error:
@@ -93,10 +90,7 @@ def create(path: str, *, flags: int = 0) -> int:
 
 
 def link(path: str, name: str) -> None:
-    """Give a file one more name.
-
-    Raises MemoryBudgetExceeded.
-    """
+    """Give a file one more name."""
     try:
         os.link(path, name)
     except OSError as error:
@@ -105,10 +99,7 @@ def link(path: str, name: str) -> None:
 
 
 def swap_names(one: str, other: str) -> None:
-    """Swap the names of two files in one step, so that neither is ever missing.
-
-    Raises OSError.
-    """
+    """Swap the names of two files in one step, so that neither is ever missing."""
     if _libc.renameat2(
         _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
     ):
@@ -172,10 +163,7 @@ def settled(path: str, content: bytes) -> bytes:
 
 
 def own_directory(path: str) -> str:
-    """Make a directory (0700) where it is missing; check that it is this user's alone.
-
-    `path`: its parent must exist. Raises MemoryRootRefused, MemoryUnavailable.
-    """
+    """Make a directory (0700) where it is missing; check that it is this user's alone."""
     if not os.path.lexists(path):
         _make_own(path)
     facts = os.lstat(path)
@@ -217,6 +205,14 @@ def remove(path: str) -> None:
     """Delete a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+
+
+def lies_at(path: str, inode: int) -> bool:
+    """Return whether a file lies there, rather than none or another one."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_ino == inode
+    except FileNotFoundError:
+        return False
 
 
 def give_back_memory(descriptor: int) -> None:

@@ -6,11 +6,10 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 
-class _Pauses:
+class _Pauses(AbstractContextManager[None]):
     """The threads that have paused the collector; the last of them lets it go on."""
 
     def __init__(self) -> None:
@@ -19,7 +18,7 @@ class _Pauses:
         self._of_thread: dict[int, int] = {}
         self._was_enabled = False
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         with self._guard:
             if not self._of_thread:
                 self._was_enabled = gc.isenabled()
@@ -27,13 +26,13 @@ class _Pauses:
             here = threading.get_ident()
             self._of_thread[here] = self._of_thread.get(here, 0) + 1
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._guard:
             here = threading.get_ident()
             self._of_thread[here] -= 1
             if not self._of_thread[here]:
                 del self._of_thread[here]
-            self._go_on()
+                self._go_on()
 
     def forget_other_threads(self) -> None:
         """After a fork: only the forking thread lives on."""
@@ -53,24 +52,35 @@ _pauses = _Pauses()
 os.register_at_fork(after_in_child=_pauses.forget_other_threads)
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused() -> AbstractContextManager[None]:
     """Pause the cycle collector, for as long as any thread is in such a block.
 
     It would walk a large plan, or metadata, again and again while its objects are made.
     """
-    _pauses.begin()
-    try:
-        yield
-    finally:
-        _pauses.end()
+    return _pauses
 
 
-def give_back_heap() -> None:
-    """Return freed memory to the system.
+class GrownHeap:
+    """Heap that describing a plan has taken and freed: tens of megabytes for 20,000 tensors.
 
-    Describing a plan of 20,000 tensors takes and frees tens of megabytes.
+    Any thread may call anything: at worst, memory is given back twice, or at the next save.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, others don't
-    if trim is not None:
-        trim(0)
+
+    def __init__(self) -> None:
+        self._has_grown = False
+
+    def note_growth(self) -> None:
+        """Remember that a plan was described."""
+        self._has_grown = True
+
+    def trim(self) -> None:
+        """Give back what is free by now; more may be free at the next save."""
+        if self._has_grown:
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, others don't
+            if trim is not None:
+                trim(0)
+
+    def settle(self) -> None:
+        """Give back what is free, once after a plan was described: all of it is by now."""
+        self.trim()
+        self._has_grown = False

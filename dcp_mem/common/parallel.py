@@ -20,9 +20,6 @@ def in_parallel(
 
     When the iterator ends, or is closed, no call is under way any more. One item alone is worked on
     by the caller: starting a thread holds it up for longer than a small item takes.
-
-    `act`: called in several threads at once. `name`: prefix of the threads' names. Raises
-    Exception.
     """
     if isinstance(work, Sequence) and len(work) == 1:
         yield act(work[0])
@@ -53,9 +50,6 @@ def in_daemons(
 
     The threads of a pool would keep the process from ending for as long as storage doesn't answer;
     daemon threads don't.
-
-    `act`: called in several threads at once. `at_once`: number of threads at most. Raises
-    Exception.
     """
     results: dict[int, R] = {}
     errors: list[BaseException] = []
@@ -89,10 +83,7 @@ def in_daemons(
 
 
 def daemon(act: Callable[[], object], name: str = "dcp_mem-survey") -> threading.Thread:
-    """Start and return a thread that runs `act` and keeps no process from ending.
-
-    `act`: what it raises ends the thread alone.
-    """
+    """Start and return a thread that runs `act` and keeps no process from ending."""
     thread = threading.Thread(target=act, name=name, daemon=True)
     thread.start()
     return thread

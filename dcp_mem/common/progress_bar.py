@@ -26,8 +26,6 @@ def progress_bar(wanted: bool) -> Iterator[Show | None]:
     """Yield a function that shows how far checkpoints are, with a bar for each, on stderr.
 
     The bars stay when the wait is over.
-
-    `wanted`: whether to show bars. If not, or if stderr is no terminal, None is yielded.
     """
     if not wanted or not _is_terminal(sys.stderr):
         yield None
@@ -37,10 +35,7 @@ def progress_bar(wanted: bool) -> Iterator[Show | None]:
 
 
 def state_text(entry: CheckpointStatus, now: float) -> str:
-    """Return what to show in place of the bytes; "" while bytes move.
-
-    `now`: seconds since the epoch.
-    """
+    """Return what to show in place of the bytes; "" while bytes move."""
     if entry.state is State.DURABLE:
         return "durable"
     if entry.state is State.SKIPPED:

@@ -255,7 +255,7 @@ class JobFlusher:
         if has_committed:
             row = row_of(checkpoint.manifest, record)
             is_shown = registration.shows_history
-            add_to_stored_history(storage, row, memory.history(), is_shown=is_shown)
+            add_to_stored_history(storage, row, memory.history.rows(), is_shown=is_shown)
         return record, has_committed
 
     def _lost(self, attempt: FlushAttempt) -> tuple[frozenset[str], set[str]]:
@@ -294,7 +294,7 @@ class JobFlusher:
                 deleted = destination.retainer.apply(
                     destination.storage, policy, committed, destination.ownership
                 )
-            memory.note_deleted(deleted)
+            memory.history.note_deleted(deleted)
         except Exception as error:  # the next commit brings another chance
             destination.forget()  # what is remembered of it may not be so
             log.warning(

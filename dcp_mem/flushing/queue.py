@@ -146,7 +146,7 @@ class FlushQueue:
         """
         try:
             memory.record_flush(checkpoint, record)
-            memory.add_to_history(row_of(checkpoint.manifest, record))
+            memory.history.add(row_of(checkpoint.manifest, record))
             self._unwritten.pop(record.save_id, None)
             # In this order: whoever replaces it later finds the record, and removes that.
             if record.outcome == Outcome.DURABLE and has_new_catalog(checkpoint):

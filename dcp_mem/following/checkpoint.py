@@ -10,6 +10,7 @@ from typing import Any
 from dcp_mem.errors import ConfigError
 from dcp_mem.following.hold import HoldingReader
 from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.memory.links import LinkedCheckpoint
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.reader import RecoveryReport
 from dcp_mem.storage.leases import read_lease
@@ -96,7 +97,7 @@ class FollowedCheckpoint:
             local = held.local
             segments = [one.file for one in local.manifest.segments]
             # The program may do away with these.
-            with memory.link(local, segments) as links:
+            with LinkedCheckpoint(memory.links, local, segments) as links:
                 links.add_stock_metadata()
                 yield CheckpointFiles(links.local.directory, (links.descriptor,))
             return

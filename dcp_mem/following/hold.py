@@ -79,7 +79,7 @@ class HoldingReader(MemoryStorageReader):
         if source is None or load.memory is None:
             return
         try:
-            self.links = load.memory.link(source.checkpoint, source.files)
+            self.links = LinkedCheckpoint(load.memory.links, source.checkpoint, source.files)
             damaged = load.damaged_ranks(source.checkpoint)
             linked = MemorySource(self.links.local, load.memory.node, damaged)
         except (OSError, DcpMemError) as error:

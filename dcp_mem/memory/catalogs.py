@@ -31,10 +31,7 @@ class Catalogs:
         self._guard = threading.Lock()  # not held while a catalog is written
 
     def put(self, data: Any) -> str:
-        """Write a catalog, and return its key.
-
-        Raises MemoryBudgetExceeded.
-        """
+        """Write a catalog, and return its key."""
         key = catalog_key(data)
         if not os.path.exists(self._path(key)):
             files.write_atomically(self._path(key), data)
@@ -66,10 +63,7 @@ class Catalogs:
             return data
 
     def get(self, key: str) -> Catalog:
-        """Return a catalog.
-
-        Raises ManifestInvalid.
-        """
+        """Return a catalog."""
         data = self.find(key)
         if data is None:
             raise ManifestInvalid(f"the catalog {key} has left memory")
@@ -95,10 +89,7 @@ class Catalogs:
 
 
 def read_catalog(checkpoint_directory: str, key: str) -> Catalog:
-    """Return the catalog that lies beside a checkpoint.
-
-    Raises FileNotFoundError, ManifestInvalid.
-    """
+    """Return the catalog that lies beside a checkpoint."""
     return catalog_named(key, _mapped(os.path.join(checkpoint_directory, names.catalog_file(key))))
 
 

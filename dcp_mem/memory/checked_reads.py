@@ -55,7 +55,7 @@ class CheckedReader:
         """Read parts straight into memory, in several threads.
 
         `offset`: where each part begins in the segment, ascending. Returns number and checksum of a
-        block that is damaged; None where all are whole. Raises EOFError, OSError.
+        block that is damaged; None where all are whole.
         """
         is_any = nbytes > 0
         parts = _Parts(address[is_any], offset[is_any], nbytes[is_any])
@@ -74,7 +74,7 @@ class CheckedReader:
     def blocks_of(self, offset: Columns, nbytes: Columns) -> list[tuple[int, int]]:
         """Return first byte and end of each block that has some of these parts, in order.
 
-        `offset`: where each part begins in the segment, ascending. Raises EOFError.
+        `offset`: where each part begins in the segment, ascending.
         """
         numbers = _Parts(offset, offset, nbytes).numbers_in(self._blocks).tolist()
         return [(self._starts[number], self._stops[number]) for number in numbers]
@@ -84,8 +84,7 @@ class CheckedReader:
     ) -> tuple[int, int] | None:
         """Read neighbouring blocks, and what lies between them, in this thread.
 
-        Returns number and checksum of a block that is damaged; None where all are whole. Raises
-        EOFError, OSError.
+        Returns number and checksum of a block that is damaged; None where all are whole.
         """
         low, high = blocks[0][0], blocks[-1][1]
         data = view_of(address, high - low)

@@ -104,14 +104,12 @@ class LocalCheckpoint:
 
     def records_nbytes(self) -> int:
         """Return the memory of all files here but segments and parity."""
+        own = os.path.join(self.directory, names.OWN)
         paths = [
-            *(os.path.join(self.directory, names.OWN, file) for file in self._own_files()),
+            *(os.path.join(own, file) for file in files_in(own)),
             os.path.join(self.directory, names.metadata_file(self.manifest.scope)),
         ]
         return sum(_occupied(facts) for facts in map(_facts, paths) if facts is not None)
-
-    def _own_files(self) -> Sequence[str]:
-        return files_in(os.path.join(self.directory, names.OWN))
 
     def stripes(self) -> dict[str, StripeRecord]:
         """Return the parity that lies here, by file, without what is damaged."""
@@ -123,7 +121,8 @@ class LocalCheckpoint:
             except (FileNotFoundError, ManifestInvalid) as error:
                 log.warning("passing over %s: %s", self.segment_path(file), error)
                 continue
-            if _size(self.segment_path(file)) >= record.stripe.nbytes:
+            facts = _facts(self.segment_path(file))
+            if facts is not None and facts.st_size >= record.stripe.nbytes:
                 found[file] = record
         return found
 
@@ -171,10 +170,7 @@ def _record(kind: type[Record], path: str, manifest: Manifest) -> Record:
 
 
 def checksums_of(checkpoint: LocalCheckpoint, file: str) -> ItemTable:
-    """Return the items and checksums that lie beside a segment, or beside its parity.
-
-    Raises FileNotFoundError, ManifestInvalid.
-    """
+    """Return the items and checksums that lie beside a segment, or beside its parity."""
     path = os.path.join(checkpoint.directory, names.checksums_file(file))
     manifest = NodeManifest.from_json(files.read_bytes(path))
     if file not in manifest.tables:
@@ -253,10 +249,3 @@ def _facts(path: str) -> os.stat_result | None:
 
 def _occupied(facts: os.stat_result) -> int:
     return max(facts.st_blocks * 512, facts.st_size)
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return 0

@@ -19,9 +19,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from dcp_mem.common import faults
+from dcp_mem.common import faults, files
 from dcp_mem.common.background import let_caller_return
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import DcpMemError, ManifestInvalid
 from dcp_mem.format import names
@@ -72,10 +73,7 @@ class ChecksumThread:
             self._hurries = False
             self._woken.set()
             if self._thread is None and not self._is_stopping:
-                self._thread = threading.Thread(
-                    target=self._run, name="dcp_mem-checksums", daemon=True
-                )
-                self._thread.start()
+                self._thread = daemon(self._run, "dcp_mem-checksums")
 
     @property
     def is_busy(self) -> bool:
@@ -256,8 +254,7 @@ def checksums_in_file(
     No lease is taken, which would keep the next save from recycling the slot. Instead the segment
     is looked for again after each read: while it has its name, nobody writes to it.
 
-    `look`: is given bytes, and where they begin in the segment, while the cache has them. Raises
-    Gone, FileNotFoundError, EOFError.
+    `look`: is given bytes, and where they begin in the segment, while the cache has them.
     """
     found = np.zeros(len(blocks.offsets), "<u4")
     memory = memoryview(bytearray(MOST_RUN))
@@ -272,15 +269,8 @@ def checksums_in_file(
             for number in range(first, last + 1):
                 found[number] = checksum(data[starts[number] - low : stops[number] - low])
             look(low, data)
-            if not may_go_on() or not _lies_at(path, inode):
+            if not may_go_on() or not files.lies_at(path, inode):
                 raise Gone(path)
     finally:
         os.close(descriptor)
     return found
-
-
-def _lies_at(path: str, inode: int) -> bool:
-    try:
-        return os.stat(path).st_ino == inode
-    except FileNotFoundError:
-        return False

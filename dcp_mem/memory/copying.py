@@ -160,8 +160,7 @@ def _may_copy_by_the_kernel() -> bool:
 def read(descriptor: int, moves: Sequence[Move]) -> None:
     """Read file ranges straight into memory.
 
-    `moves`: the reads; their destinations must stay alive, and not overlap. Raises EOFError,
-    OSError.
+    `moves`: the reads; their destinations must stay alive, and not overlap.
     """
     act = partial(_read_share, descriptor)
     _in_shares(moves, act, read_threads(), _LEAST_READ)
@@ -170,7 +169,7 @@ def read(descriptor: int, moves: Sequence[Move]) -> None:
 def read_many(descriptor: int, address: Columns, offset: Columns, nbytes: Columns) -> None:
     """Read many small file ranges straight into memory, neighbours with one system call.
 
-    `offset`: where each range begins in the file, ascending. Raises EOFError, OSError.
+    `offset`: where each range begins in the file, ascending.
     """
     if not len(offset):
         return
@@ -254,10 +253,7 @@ def read_threads() -> int:
 
 
 def work_off(work: Sequence[T], act: Callable[[T], object], threads: int = 0) -> None:
-    """Call `act` for each piece of work, in several threads.
-
-    `work`: the pieces; taken in order. `act`: called in several threads at once. Raises Exception.
-    """
+    """Call `act` for each piece of work, in several threads."""
     _Work(work, act).do(min(threads or torch.get_num_threads(), len(work)) - 1)
 
 

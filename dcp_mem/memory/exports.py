@@ -188,7 +188,7 @@ def unseen(memory: JobMemory, records: ExportRecords, *, of_complete: bool) -> l
     known = {one.manifest.save_id for one in here}
     found: list[tuple[float, Manifest | HistoryRow]] = [
         *((one.flush.durable, one.manifest) for one in here if _is_ready(one, of_complete)),
-        *((one.durable, one) for one in memory.history() if one.outcome in _STORED),
+        *((one.durable, one) for one in memory.history.rows() if one.outcome in _STORED),
     ]
     new = [
         (durable or one.created, one)

@@ -23,7 +23,7 @@ from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.format import names
 from dcp_mem.format.catalog import catalog_key
-from dcp_mem.format.history import HistoryRow, skipped_row
+from dcp_mem.format.history import skipped_row
 from dcp_mem.format.manifest import (
     FlushRecord,
     ItemTable,
@@ -40,8 +40,8 @@ from dcp_mem.memory.checkpoint import (
     files_in,
     local_checkpoint,
 )
-from dcp_mem.memory.links import LinkedCheckpoint, drop_dead_links
-from dcp_mem.memory.locks import end_lease, in_turn, open_leased, try_lease
+from dcp_mem.memory.links import drop_dead_links
+from dcp_mem.memory.locks import end_lease, in_turn, leased_alone, open_leased
 from dcp_mem.memory.records import LocalHistory
 from dcp_mem.memory.recycling import drop_free_slots, remove_unlisted, retire
 from dcp_mem.memory.root import node_id, open_root, private_directory
@@ -65,8 +65,6 @@ class JobMemory:
 
     Any thread may call anything at any time: threads of one process meet here as processes do, by
     renames and leases. What is kept of manifests is looked up anew where the file is another.
-
-    Raises MemoryRootRefused, MemoryUnavailable.
     """
 
     def __init__(self, root: str, job: str) -> None:
@@ -75,10 +73,10 @@ class JobMemory:
         self.node = node_id(root)
         self.directory = private_directory(os.path.join(root, job))
         self.slots = private_directory(os.path.join(self.directory, ".slots"))
-        self._links = os.path.join(self.directory, ".links")
+        self.links = os.path.join(self.directory, ".links")
+        self.history = LocalHistory(self.directory)
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
         self._generations: tuple[tuple[int, ...], dict[str, int]] = (), {}
-        self._history = LocalHistory(self.directory)
 
     # -- what lies here ---------------------------------------------------------------------------
 
@@ -111,11 +109,9 @@ class JobMemory:
 
     def damaged_manifests(self, scope: str) -> dict[str, str]:
         """Return why checkpoints here can't be told of, by name: their manifests are damaged."""
-        paths = {
-            os.path.basename(directory): os.path.join(directory, names.manifest_file(scope))
-            for directory in self._checkpoint_directories()
-        }
-        found = {name: _damage_of_manifest(path) for name, path in paths.items()}
+        file = names.manifest_file(scope)
+        directories = self._checkpoint_directories()
+        found = {os.path.basename(one): _damage_of_manifest(f"{one}/{file}") for one in directories}
         return {name: why for name, why in found.items() if why}
 
     def checkpoint_directory(self, name: str) -> str:
@@ -194,10 +190,7 @@ class JobMemory:
     def newest_number(
         self, manifests: Iterable[Manifest] | None = None, *, without_run: str | None = None
     ) -> SaveNumber:
-        """Return the greatest number that this memory knows of.
-
-        `manifests`: of the complete checkpoints here; None: they are looked up.
-        """
+        """Return the greatest number that this memory knows of."""
         found = self.manifests() if manifests is None else manifests
         numbers = [one.number for one in found if one.run != without_run]
         for run, generation in self.generations().items():
@@ -247,8 +240,6 @@ class JobMemory:
         """Have a segment put into a checkpoint's directory, while no other process tidies that.
 
         All ranks of the node may add theirs at the same time.
-
-        `add`: puts the segment, and what belongs to it, into the directory that it is given.
         """
         for left in reversed(range(_TRIES)):
             directory = self.make_checkpoint_directory(name)
@@ -300,10 +291,7 @@ class JobMemory:
     def put_stock_metadata(
         self, manifest: Manifest, template: MetadataTemplate | None = None
     ) -> None:
-        """Put `.metadata` beside a complete checkpoint, unless it has left memory by now.
-
-        `template`: of its catalog; None: it is made of the catalog.
-        """
+        """Put `.metadata` beside a complete checkpoint, unless it has left memory by now."""
         directory = self.checkpoint_directory(manifest.name)
         with contextlib.suppress(FileNotFoundError), in_turn(directory):
             found = [
@@ -390,50 +378,35 @@ class JobMemory:
         if catalog_key(data) == checkpoint.manifest.catalog:
             self._add(checkpoint.manifest, {file: data})
 
-    def add_segment_copy(
-        self, manifest: Manifest, file: str, checksums: ItemTable, seal: Callable[[str], None]
-    ) -> None:
-        """Add a copy of another node's segment: its checksums first, then the segment itself.
-
-        Raises FileNotFoundError.
-        """
-        self._add(
-            manifest,
-            checksums_files(manifest, {file: checksums}),
-            lambda directory: seal(f"{directory}/{file}"),
-        )
-
-    def add_parity(
+    def add_copy(
         self,
         manifest: Manifest,
         file: str,
-        record: StripeRecord,
         checksums: Mapping[str, ItemTable],
         seal: Callable[[str], None],
+        stripe: StripeRecord | None = None,
     ) -> None:
-        """Add parity: its record and checksums first, then the parity itself.
+        """Add a copy of another node's segment, or parity: its description first, then the file.
 
         Raises FileNotFoundError.
         """
-        described = {
-            names.stripe_file(file): record.to_json(),
-            **checksums_files(manifest, checksums),
-        }
+        described = checksums_files(manifest, checksums)
+        if stripe is not None:
+            described[names.stripe_file(file)] = stripe.to_json()
         self._add(manifest, described, lambda directory: seal(f"{directory}/{file}"))
 
     def _add(
         self,
         manifest: Manifest,
         described: Mapping[str, bytes],
-        seal: Callable[[str], None] | None = None,
+        seal: Callable[[str], None] = lambda directory: None,
     ) -> None:
         directory = self.checkpoint_directory(manifest.name)
         with in_turn(directory):
             self._held(manifest)
             for path, data in described.items():
                 files.write_atomically(os.path.join(directory, path), data)
-            if seal is not None:
-                seal(directory)
+            seal(directory)
 
     def drop_parity(self, manifest: Manifest, keep: Collection[str]) -> None:
         """Make free slots of a checkpoint's parity that lies here, but for the files to keep."""
@@ -442,23 +415,6 @@ class JobMemory:
                 for file in checkpoint.segment_files():
                     if names.PARITY.fullmatch(file) and file not in keep:
                         retire(checkpoint.segment_path(file), self.slots)
-
-    # -- for other programs -----------------------------------------------------------------------
-
-    def link(self, checkpoint: LocalCheckpoint, segments: Collection[str]) -> LinkedCheckpoint:
-        """Make a directory of links to a checkpoint's files; see `LinkedCheckpoint`.
-
-        `segments`: files to link; the caller holds leases on them.
-        """
-        return LinkedCheckpoint(self._links, checkpoint, segments)
-
-    def drop_dead_links(self) -> bool:
-        """Remove links whose processes have ended without doing so: they would keep memory.
-
-        Returns whether links of live processes are left. They keep the memory of what they link,
-        also when its checkpoint has left.
-        """
-        return drop_dead_links(self._links)
 
     # -- leaving memory ---------------------------------------------------------------------------
 
@@ -475,21 +431,14 @@ class JobMemory:
         `why`: the reason that the history gives, if it was still to be flushed. Returns False, with
         nothing done, where somebody reads or flushes it.
         """
-        try:
-            descriptor = os.open(checkpoint.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return True
-        try:
-            if not try_lease(descriptor, exclusive=True):
-                return False
-            if not _lies_at(descriptor, checkpoint.manifest_path):
-                return True  # another thread or process was faster
-            self._history.add_leaving(checkpoint, why, outcome)
-            files.remove(checkpoint.manifest_path)
-            self._recycle(checkpoint)
-        finally:
-            end_lease(descriptor)
-            os.close(descriptor)
+        path = checkpoint.manifest_path
+        with leased_alone(path) as descriptor:
+            if descriptor is None:
+                return not os.path.exists(path)
+            if files.lies_at(path, os.fstat(descriptor).st_ino):  # else another one was faster
+                self.history.add_leaving(checkpoint, why, outcome)
+                files.remove(path)
+                self._recycle(checkpoint)
         return True
 
     def retire_replaced(self, checkpoint: LocalCheckpoint) -> None:
@@ -498,7 +447,7 @@ class JobMemory:
         Readers and flushers of its segments have leases, under which no slot is claimed.
         """
         why = "replaced by a newer save of the same name"
-        self._history.add_leaving(checkpoint, why, Outcome.SUPERSEDED)
+        self.history.add_leaving(checkpoint, why, Outcome.SUPERSEDED)
         self._recycle(checkpoint)
 
     def _recycle(self, checkpoint: LocalCheckpoint) -> None:
@@ -513,7 +462,7 @@ class JobMemory:
 
         A segment that a live process stages or holds is left alone.
         """
-        self.drop_dead_links()
+        drop_dead_links(self.links)
         for directory in self._checkpoint_directories():
             self.tidy(directory, show=True)
 
@@ -528,15 +477,18 @@ class JobMemory:
             manifests = self._manifests_in(directory, own, generations)
             remove_unlisted(directory, self.slots, manifests, own)
             for checkpoint in self._complete_in(directory, generations) if show else ():
-                if not has_stock_metadata(directory, checkpoint.manifest):
-                    _put_stock_metadata_if_possible(directory, checkpoint.manifest)
+                if has_stock_metadata(directory, checkpoint.manifest):
+                    continue
+                try:
+                    put_stock_metadata(directory, checkpoint.manifest)
+                except DcpMemError as error:
+                    what = "%s has no .metadata for torch's own readers: %s"
+                    log.warning(what, checkpoint.name, error)
 
     def trim(self, nbytes: int) -> None:
         """Drop free slots where the job occupies much more than `nbytes`.
 
         A larger world may have left them.
-
-        `nbytes`: what the job's checkpoints take on this node at most.
         """
         if self.allocated_bytes() > nbytes + nbytes // 8 + _SLACK:
             self.drop_free_slots()
@@ -545,34 +497,14 @@ class JobMemory:
         """Give the memory of free slots back to the system, but for those that a process holds."""
         drop_free_slots(self.slots)
 
-    # -- history ----------------------------------------------------------------------------------
-
-    def history(self) -> list[HistoryRow]:
-        """Return what became of checkpoints, oldest first; see `LocalHistory`."""
-        return self._history.rows()
-
-    def add_to_history(self, row: HistoryRow) -> None:
-        """Write down what became of a checkpoint; see `LocalHistory.add`.
-
-        `row`: of a checkpoint that has left memory, or whose flush has ended.
-        """
-        self._history.add(row)
-
     def note_skipped(self, name: str, why: str) -> None:
         """Write down a save that never began."""
         # It has the number of the save before it, and so its place in the order.
-        self._history.add(skipped_row(name, self.newest_number(), time.time(), why))
-
-    def note_deleted(self, names: Collection[str]) -> None:
-        """Write down that checkpoints of these names have left storage."""
-        self._history.note_deleted(names)
+        self.history.add(skipped_row(name, self.newest_number(), time.time(), why))
 
 
 def jobs_in(root: str) -> list[str]:
-    """Return the names of the jobs that have a directory in a memory root, in order.
-
-    Raises MemoryRootRefused, MemoryUnavailable.
-    """
+    """Return the names of the jobs that have a directory in a memory root, in order."""
     if not os.path.isdir(root):
         return []
     open_root(root)
@@ -604,27 +536,12 @@ def _raised(manifest: Manifest, generations: Mapping[str, int]) -> Manifest:
     return replace(manifest, generation=generation)
 
 
-def _put_stock_metadata_if_possible(directory: str, manifest: Manifest) -> None:
-    """Put `.metadata`, or log why it can't be: the save that sweeps goes on."""
-    try:
-        put_stock_metadata(directory, manifest)
-    except DcpMemError as error:
-        log.warning("%s has no .metadata for torch's own readers: %s", manifest.name, error)
-
-
 def _generations(data: bytes) -> dict[str, int]:
     """Parse the file of generations; a damaged one is as good as none."""
     try:
         return {str(run): int(generation) for run, generation in json.loads(data).items()}
     except (ValueError, TypeError, AttributeError):
         return {}
-
-
-def _lies_at(descriptor: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _version(facts: os.stat_result) -> tuple[int, ...]:

@@ -64,10 +64,7 @@ class LargeCopies:
         self._trials: dict[int, _Trial] = {}
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        """Copy a large piece of memory.
-
-        `nbytes`: length of both; at least `LEAST_NBYTES`.
-        """
+        """Copy a large piece of memory."""
         size = nbytes.bit_length()
         way = self._chosen.get(size)
         if way is not None:

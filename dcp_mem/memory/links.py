@@ -34,8 +34,7 @@ class LinkedCheckpoint:
     def __init__(self, links: str, checkpoint: LocalCheckpoint, segments: Collection[str]) -> None:
         """Link segments, and what describes the checkpoint.
 
-        `segments`: their files; the caller holds leases on them. Raises FileNotFoundError,
-        MemoryBudgetExceeded.
+        `segments`: their files; the caller holds leases on them.
         """
         self._directory, self.descriptor = _leased_directory(private_directory(links))
         try:
@@ -65,10 +64,7 @@ class LinkedCheckpoint:
         return here.issuperset(segment.file for segment in self.local.manifest.segments)
 
     def add_stock_metadata(self) -> None:
-        """Add what torch's readers need beside the segments.
-
-        Raises FileNotFoundError, ManifestInvalid, MemoryBudgetExceeded.
-        """
+        """Add what torch's readers need beside the segments."""
         lend_stock_metadata(self.local.directory, self.local.manifest)
 
     def close(self) -> None:

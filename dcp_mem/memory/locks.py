@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import struct
 import threading
@@ -21,8 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from dcp_mem.common.files import create, read_bytes, write_atomically
-from dcp_mem.errors import DcpMemError, JobInUse
+from dcp_mem.common.files import create, lies_at, read_bytes, write_atomically
+from dcp_mem.errors import DcpMemError, JobInUse, ManifestInvalid
+from dcp_mem.format.records import Record
 
 _PROBE_SECONDS = 0.2
 """The longest time, in seconds, to hold a lease only to find out whether there is another one."""
@@ -31,10 +31,7 @@ _PAUSE = 0.0001
 
 
 def try_lease(descriptor: int, *, exclusive: bool) -> bool:
-    """Take or convert a descriptor's lease, without waiting; False where another one forbids it.
-
-    `exclusive`: whether nobody else may hold a lease; otherwise the lease is a shared one.
-    """
+    """Take or convert a descriptor's lease, without waiting; False where another one forbids it."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -46,8 +43,6 @@ def share(descriptor: int) -> bool:
     """Take a shared lease; False where another process holds an exclusive one for good.
 
     Leases that are held only to find out whether there is another one are waited for.
-
-    `descriptor`: of the file; an exclusive lease of its own becomes a shared one.
     """
     deadline = time.monotonic() + _PROBE_SECONDS
     while not try_lease(descriptor, exclusive=False):
@@ -121,10 +116,12 @@ def is_in_use(path: str) -> bool:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        is_shared = share(descriptor)
-        if not is_shared or os.stat(path).st_ino != os.fstat(descriptor).st_ino:
+        # Where that fails, the other one may only be looking, too: `share` waits for it.
+        is_alone = try_lease(descriptor, exclusive=True)
+        is_leaving = not (is_alone or share(descriptor))
+        if is_leaving or not lies_at(path, os.fstat(descriptor).st_ino):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return not try_lease(descriptor, exclusive=True)
+        return not (is_alone or try_lease(descriptor, exclusive=True))
     finally:
         end_lease(descriptor)
         os.close(descriptor)
@@ -162,6 +159,34 @@ class RunIdentity:
         return bool(self.run and self.run == other.run) or self.token == other.token
 
 
+@dataclass(frozen=True, slots=True)
+class SavingRun:
+    """The run that saves a job on this node, or did last."""
+
+    token: str = ""  # as its checkpoints have it; "" before the first one
+    url: str = ""  # the job's root on storage; "" for none, and where it isn't known
+    has_ended: bool = False  # whether a writer of the run has been closed, rather than killed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owner(Record):
+    """`.owner.json`: the process that has a job, and the run that saves it."""
+
+    form = "owner"
+
+    run: str = ""
+    token: str = ""
+    process: str = "another process"
+    saves: SavingRun = SavingRun()
+
+
+def _owner_of(directory: str) -> _Owner:
+    try:
+        return _Owner.from_json(read_bytes(os.path.join(directory, _OWNER)))
+    except (OSError, ManifestInvalid):
+        return _Owner()
+
+
 _OWNER = ".owner.json"
 _held_here: set[str] = set()
 """Directories of the jobs whose locks this process has."""
@@ -183,25 +208,25 @@ class JobLock:
 
     def __init__(self, directory: str, job: str, identity: RunIdentity) -> None:
         self._directory, self._identity = directory, identity
-        self._owner_path = os.path.join(directory, _OWNER)
         self._descriptor = create(os.path.join(directory, ".lock"))
         try:
-            while not self._has_taken(job, identity):
+            while not self._has_taken(job):
                 # A process that has the lock exclusively is only writing its identity.
                 time.sleep(_PAUSE)
         except BaseException:
             self.close()
             raise
 
-    def _has_taken(self, job: str, identity: RunIdentity) -> bool:
+    def _has_taken(self, job: str) -> bool:
         """Take the lock, without waiting; False where another process has it exclusively."""
         with _guard:
-            if not self._is_first(identity):
+            if not self._is_first():
                 if not self._has_locked(fcntl.LOCK_SH):
                     return False
-                held_by, text = _read_owner(self._owner_path)
-                if not identity.admits(held_by) and not self._is_first(identity):
-                    raise JobInUse(job, text)
+                owner = _owner_of(self._directory)
+                is_admitted = self._identity.admits(RunIdentity(owner.run, owner.token))
+                if not is_admitted and not self._is_first():
+                    raise JobInUse(job, owner.process)
             _held_here.add(self._directory)
             return True
 
@@ -212,27 +237,29 @@ class JobLock:
             return False
         return True
 
-    def _is_first(self, identity: RunIdentity) -> bool:
+    def _is_first(self) -> bool:
         """Take the job if no process has it, and let the others of this run in."""
         if not self._has_locked(fcntl.LOCK_EX):
             return False
-        write_atomically(self._owner_path, _owner(identity))
+        self._write_down(SavingRun())
         fcntl.lockf(self._descriptor, fcntl.LOCK_SH)
         return True
 
     def note_run(self, run: str, url: str | None = None) -> None:
-        """Write down which run saves here from now on; flushers and followers go by it.
-
-        `url`: the job's root on storage; None for a job without. Raises OSError.
-        """
-        note = SavingRun(run, url or "")
-        write_atomically(self._owner_path, _owner(self._identity, note))
+        """Write down which run saves here from now on; flushers and followers go by it."""
+        self._write_down(SavingRun(run, url or ""))
 
     def note_end(self) -> None:
         """Write down that the run has ended well, for followers; nothing where that can't be."""
-        note = replace(run_in(self._directory), has_ended=True)
         with suppress(OSError, DcpMemError):
-            write_atomically(self._owner_path, _owner(self._identity, note))
+            self._write_down(replace(run_in(self._directory), has_ended=True))
+
+    def _write_down(self, saves: SavingRun) -> None:
+        identity = self._identity
+        process = f"process {os.getpid()} on {os.uname().nodename}"
+        process += f" ({identity.run})" if identity.run else ""
+        owner = _Owner(run=identity.run, token=identity.token, process=process, saves=saves)
+        write_atomically(os.path.join(self._directory, _OWNER), owner.to_json())
 
     def close(self) -> None:
         """Give the lock back."""
@@ -268,23 +295,9 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-@dataclass(frozen=True, slots=True)
-class SavingRun:
-    """The run that saves a job on this node, or did last."""
-
-    token: str = ""  # as its checkpoints have it; "" before the first one
-    url: str = ""  # the job's root on storage; "" for none, and where it isn't known
-    has_ended: bool = False  # whether a writer of the run has been closed, rather than killed
-
-
 def run_in(directory: str) -> SavingRun:
     """Return what is written down of the run that saves here."""
-    try:
-        facts = json.loads(read_bytes(os.path.join(directory, _OWNER)))
-        url, has_ended = str(facts.get("url", "")), facts.get("ended") is True
-        return SavingRun(str(facts["saves"]), url, has_ended)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return SavingRun()
+    return _owner_of(directory).saves
 
 
 def saving_run(directory: str) -> str:
@@ -302,28 +315,3 @@ def _holder(descriptor: int) -> int | None:
 def new_token() -> str:
     """Return a token that no other run has."""
     return uuid.uuid4().hex
-
-
-def _owner(identity: RunIdentity, note: SavingRun | None = None) -> bytes:
-    note = note or SavingRun()
-    facts = {
-        "run": identity.run,
-        "token": identity.token,
-        "pid": os.getpid(),
-        "host": os.uname().nodename,
-        "saves": note.token,
-        "url": note.url,
-        "ended": note.has_ended,
-    }
-    return json.dumps(facts).encode()
-
-
-def _read_owner(path: str) -> tuple[RunIdentity, str]:
-    try:
-        facts = json.loads(read_bytes(path))
-        text = f"process {facts['pid']} on {facts['host']}" + (
-            f" ({facts['run']})" if facts["run"] else ""
-        )
-        return RunIdentity(str(facts["run"]), str(facts["token"])), text
-    except (OSError, ValueError, KeyError, TypeError):
-        return RunIdentity("", ""), "another process"

@@ -53,7 +53,7 @@ class Mapping:
         """Make every page present and writable; the file's content stays as it is.
 
         `wanted`: asked between steps whether to go on, which this thread does alone; None: use all
-        threads. Returns whether all pages are present. Raises OSError.
+        threads. Returns whether all pages are present.
         """
         # A short step first: it tells whether huge pages are worth while.
         starts = [0, *range(_FIRST_STEP, self.nbytes, _STEP)]

@@ -25,10 +25,7 @@ def stay_near(device: Any) -> None:
 
 
 def cpus_near(device: Any) -> set[int]:
-    """Return the CPUs of a GPU's NUMA node; none where the machine has no such nodes.
-
-    Raises AttributeError, OSError, ValueError.
-    """
+    """Return the CPUs of a GPU's NUMA node; none where the machine has no such nodes."""
     address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
     node = int(_read(f"bus/pci/devices/{address}/numa_node"))
     return set() if node < 0 else _numbers(_read(f"devices/system/node/node{node}/cpulist"))

@@ -39,8 +39,6 @@ class LocalHistory:
         """Add a row, in the place of an earlier one of the same save.
 
         Where memory is full, the row is lost; that is logged.
-
-        `row`: of a checkpoint that has left memory, or whose flush has ended.
         """
         try:
             with in_turn(self._directory):  # the agent and the trainers all write to it

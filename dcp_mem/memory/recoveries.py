@@ -22,10 +22,7 @@ def recoveries_in(memory: JobMemory) -> list[RecoveryRecord]:
 
 
 def add_recovery(memory: JobMemory, recovery: RecoveryRecord) -> None:
-    """Add a record; others are kept as they are, unread, since every load waits for this.
-
-    Raises OSError, MemoryBudgetExceeded.
-    """
+    """Add a record; others are kept as they are, unread, since every load waits for this."""
     with in_turn(memory.directory):
         try:
             before = files.read_bytes(_path(memory)).splitlines()

@@ -61,13 +61,14 @@ def remove_unlisted(
 
 
 def drop_free_slots(slots: str) -> None:
-    """Give the memory of free slots back to the system, but for those that a process holds.
-
-    `slots`: the job's directory of free slots; there is nothing to do where it is gone.
-    """
+    """Give the memory of free slots back to the system, but for those that a process holds."""
     with contextlib.suppress(FileNotFoundError), in_turn(slots):
         for entry in files_in(slots):
-            _remove_unless_leased(os.path.join(slots, entry))
+            path = os.path.join(slots, entry)
+            with leased_alone(path, os.O_RDWR) as descriptor:
+                if descriptor is not None:
+                    files.remove(path)
+                    files.give_back_memory(descriptor)
 
 
 def _retire_unless_leased(path: str, slots: str) -> bool:
@@ -79,13 +80,6 @@ def _retire_unless_leased(path: str, slots: str) -> bool:
         return True
     retire(path, slots)
     return True
-
-
-def _remove_unless_leased(path: str) -> None:
-    with leased_alone(path, os.O_RDWR) as descriptor:
-        if descriptor is not None:
-            files.remove(path)
-            files.give_back_memory(descriptor)
 
 
 def _remove_others(directory: str, entries: Sequence[str], keep: set[str]) -> None:

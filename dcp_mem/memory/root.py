@@ -14,10 +14,7 @@ _NODE = ".node"
 
 
 def open_root(path: str) -> str:
-    """Make the memory root where it is missing; check that it is this user's alone, and writable.
-
-    `path`: its parent must exist. Raises MemoryRootRefused, MemoryUnavailable.
-    """
+    """Make the memory root if it is missing; check that it is this user's alone, and writable."""
     own_directory(path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise MemoryUnavailable(path, "it is not writable")
@@ -33,10 +30,7 @@ def open_root(path: str) -> str:
 
 
 def private_directory(path: str) -> str:
-    """Make a directory (0700) under the root, if it is missing, and return its path.
-
-    `path`: of the directory; its parent must exist. Raises MemoryRootRefused.
-    """
+    """Make a directory (0700) under the root, if it is missing, and return its path."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -50,10 +44,7 @@ def private_directory(path: str) -> str:
 
 
 def node_id(root: str) -> str:
-    """Return the id of the root's node: ranks that read the same id share a tmpfs.
-
-    Raises MemoryBudgetExceeded.
-    """
+    """Return the id of the root's node: ranks that read the same id share a tmpfs."""
     path = os.path.join(root, _NODE)
     try:
         return read_bytes(path).decode()

@@ -52,8 +52,7 @@ class Slot:
         """Map at least `nbytes` with every page present, unless they are mapped already.
 
         `room`: a new mapping is of this capacity, or of the slot's own if that is more. `wanted`:
-        asked now and then whether to go on; where it says no, the slot stays unmapped. Raises
-        MemoryBudgetExceeded.
+        asked now and then whether to go on; where it says no, the slot stays unmapped.
         """
         had = 0 if self.mapping is None else self.mapping.nbytes
         if had and had >= nbytes:
@@ -73,10 +72,7 @@ class Slot:
         self.mapping, self.capacity = mapping if is_whole else None, room
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for `nbytes` in all, of which the mapping may be a part.
-
-        Raises MemoryBudgetExceeded.
-        """
+        """Make room for `nbytes` in all, of which the mapping may be a part."""
         if nbytes > self.capacity:
             wanted = file_size_for(nbytes)
             try:
@@ -86,10 +82,7 @@ class Slot:
             self.capacity = wanted
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Write bytes outside the mapped part, for which there is room.
-
-        `offset`: in the slot, in bytes. Raises MemoryBudgetExceeded.
-        """
+        """Write bytes outside the mapped part, for which there is room."""
         view = memoryview(data)
         while view:
             try:
@@ -99,10 +92,7 @@ class Slot:
             view, offset = view[written:], offset + written
 
     def write_on(self, offset: int, data: bytes | memoryview) -> None:
-        """Write bytes outside the mapped part, and let the slot grow for them.
-
-        `offset`: in the slot, in bytes. Raises MemoryBudgetExceeded.
-        """
+        """Write bytes outside the mapped part, and let the slot grow for them."""
         self.write_at(offset, data)
         self.capacity = max(self.capacity, offset + len(data))
 
@@ -189,8 +179,6 @@ def nameless_slot(directory: str) -> Slot:
     """Return a new slot that no directory lists: its memory is free again once nobody has it open.
 
     So a process that is killed leaves nothing of it behind. It can't become a segment.
-
-    Raises OSError.
     """
     descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return Slot(

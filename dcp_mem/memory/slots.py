@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from dcp_mem.common import files
 from dcp_mem.errors import MemoryBudgetExceeded
-from dcp_mem.memory.locks import end_lease, in_turn, share, try_lease
+from dcp_mem.memory.locks import in_turn, is_leased, share, try_lease
 from dcp_mem.memory.recycling import retire
 from dcp_mem.memory.slot import Slot, SlotHold
 from dcp_mem.policy.slots import FreeSlot, SlotNeed, capacity_for, preferred
@@ -48,8 +48,7 @@ class SlotPool:
         Preferred is a slot that holds these frames already, then one that is mapped, then the one
         of nearest size.
 
-        `mapped`: at least so many are mapped, with every page present; None: all. Raises
-        MemoryBudgetExceeded.
+        `mapped`: at least so many are mapped, with every page present; None: all.
         """
         slot = self.take(nbytes, frames)
         try:
@@ -62,10 +61,7 @@ class SlotPool:
         return slot
 
     def take(self, nbytes: int, frames: str) -> Slot:
-        """Return the slot that `claim` would take, without making room in it.
-
-        `frames`: key of heads and tails; a slot that holds them is preferred.
-        """
+        """Return the slot that `claim` would take, without making room in it."""
         with self._guard, in_turn(self._directory):
             return self._claim_free(nbytes, frames) or self._create()
 
@@ -116,7 +112,7 @@ class SlotPool:
             free = self._name_of(slot.inode)
             known = [*slot.links, slot.path, *([os.path.join(self._directory, free)] * bool(free))]
             for one in dict.fromkeys(known):
-                if _lies_at(slot, one):
+                if files.lies_at(one, slot.inode):
                     with contextlib.suppress(FileNotFoundError):
                         files.link(one, path)
                         break
@@ -124,14 +120,14 @@ class SlotPool:
                 return False
             if free:
                 files.remove(os.path.join(self._directory, free))
-            slot.links = [one for one in dict.fromkeys(known) if _lies_at(slot, one)]
+            slot.links = [one for one in dict.fromkeys(known) if files.lies_at(one, slot.inode)]
             slot.links.append(path)
             return True
 
     def unlink(self, slot: Slot, path: str) -> None:
         """Take back a name that `link` has given; with its last name the slot becomes free."""
         with self._guard:
-            if _lies_at(slot, path):
+            if files.lies_at(path, slot.inode):
                 retire(path, self._directory)
             slot.links = [one for one in slot.links if one != path]
 
@@ -159,9 +155,11 @@ class SlotPool:
     def abandon(self, slot: Slot) -> None:
         """Make a free slot of one whose staging has failed, wherever it lies by now."""
         is_free = os.path.dirname(slot.path) == self._directory
-        if not is_free and _lies_at(slot, slot.path):
+        if not is_free and files.lies_at(slot.path, slot.inode):
             with contextlib.suppress(FileNotFoundError):  # evicted just now: it is a slot already
-                slot.path = self._freed(slot.path)
+                free = self._new_path()
+                os.rename(slot.path, free)
+                slot.path = free
         self.share(slot)
 
     def take_back(self, is_listed: Callable[[str], bool]) -> None:
@@ -170,15 +168,12 @@ class SlotPool:
             for slot in list(self._open.values()):
                 sealed = _is_idle(slot) and os.path.dirname(slot.path) != self._directory
                 if sealed and slot.links:
-                    self._take_back_links(slot, is_listed)
-                elif sealed and _lies_at(slot, slot.path) and not is_listed(slot.path):
+                    slot.links = [one for one in slot.links if files.lies_at(one, slot.inode)]
+                    for path in list(slot.links):
+                        if not is_listed(path):
+                            self.unlink(slot, path)
+                elif sealed and files.lies_at(slot.path, slot.inode) and not is_listed(slot.path):
                     self.abandon(slot)
-
-    def _take_back_links(self, slot: Slot, is_listed: Callable[[str], bool]) -> None:
-        slot.links = [path for path in slot.links if _lies_at(slot, path)]
-        for path in list(slot.links):
-            if not is_listed(path):
-                self.unlink(slot, path)
 
     def prefault(
         self,
@@ -214,10 +209,7 @@ class SlotPool:
             self.share(slot)
 
     def drop_larger(self, nbytes: int) -> None:
-        """Give the memory of this process's large free slots back to the system.
-
-        `nbytes`: slots with more bytes present go.
-        """
+        """Give the memory of this process's large free slots back to the system."""
         with self._guard, in_turn(self._directory):
             for one in self._free():
                 if one.present > nbytes and self._is_alone(one):
@@ -261,7 +253,9 @@ class SlotPool:
             path = os.path.join(self._directory, one.name)
             # A lease that can't be converted is lost: another process may write to the slot. A
             # process that has ended since the slot was listed may have made a segment of it.
-            if not try_lease(slot.descriptor, exclusive=True) or not _lies_at(slot, path):
+            if not try_lease(slot.descriptor, exclusive=True) or not files.lies_at(
+                path, slot.inode
+            ):
                 self._forget(slot)
                 continue
             if os.fstat(slot.descriptor).st_nlink > 1:  # it has become a segment's once more
@@ -317,12 +311,6 @@ class SlotPool:
 
     def _new_path(self) -> str:
         return os.path.join(self._directory, uuid.uuid4().hex[:12] + _SUFFIX)
-
-    def _freed(self, path: str) -> str:
-        """Make a free slot of what lies at a path, by rename; return where it lies now."""
-        free = self._new_path()
-        os.rename(path, free)
-        return free
 
     def _create(self) -> Slot:
         path = self._new_path()
@@ -393,29 +381,15 @@ class SlotPool:
             slot.close()
 
 
-def _lies_at(slot: Slot, path: str) -> bool:
-    try:
-        return os.stat(path, follow_symlinks=False).st_ino == slot.inode
-    except FileNotFoundError:
-        return False
-
-
 def _is_idle(slot: Slot) -> bool:
     return not slot.busy and not slot.holds
 
 
 def _is_unleased(path: str) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return not is_leased(path)
     except FileNotFoundError:
         return False
-    try:
-        if not try_lease(descriptor, exclusive=True):
-            return False
-        end_lease(descriptor)
-        return True
-    finally:
-        os.close(descriptor)
 
 
 _all_pools = WeakSet[SlotPool]()

@@ -23,8 +23,7 @@ def put_stock_metadata(
     No other reader gets at the segments of other nodes.
 
     `directory`: the checkpoint's; the caller holds its turn. `template`: of the checkpoint's
-    catalog; None: it is made of the catalog in the directory. Raises FileNotFoundError,
-    ManifestInvalid, MemoryBudgetExceeded.
+    catalog; None: it is made of the catalog in the directory.
     """
     if len(manifest.nodes) > 1:
         return
@@ -43,8 +42,7 @@ def put_stock_metadata(
 def lend_stock_metadata(directory: str, manifest: Manifest) -> None:
     """Put `.metadata` beside links to all segments of a checkpoint, of whichever nodes they are.
 
-    `directory`: the links'; the caller's alone. Raises FileNotFoundError, ManifestInvalid,
-    MemoryBudgetExceeded.
+    `directory`: the links'; the caller's alone.
     """
     target = os.path.join(directory, names.metadata_file(manifest.scope))
     try:

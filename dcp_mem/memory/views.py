@@ -31,8 +31,6 @@ def mapped(descriptor: int, start: int, nbytes: int) -> memoryview:
 
     Huge pages are mapped as such, which costs next to nothing; pages of 4 KiB cost as much as
     hashing.
-
-    `descriptor`: of the file, which may be closed afterwards.
     """
     return lent(descriptor, start, nbytes).toreadonly()
 
@@ -41,8 +39,6 @@ def lent(descriptor: int, start: int, nbytes: int) -> memoryview:
     """Map as `mapped` does, as a buffer that claims to be writable.
 
     For functions that take no read-only buffer although they only read: a write is SIGSEGV.
-
-    `descriptor`: of the file, which may be closed afterwards.
     """
     address = map_aligned(descriptor, nbytes, start, mmap.PROT_READ)
     return memoryview(kept_while_seen(address, nbytes)).cast("B")
@@ -67,10 +63,7 @@ def is_same(one: int, other: int, nbytes: int) -> bool:
 
 
 def fill(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill buffers, one after the other, with a file's bytes.
-
-    Raises EOFError, OSError.
-    """
+    """Fill buffers, one after the other, with a file's bytes."""
     if os.preadv(descriptor, buffers, offset) == sum(map(len, buffers)):
         return
     for buffer in buffers:  # it was cut short
@@ -85,8 +78,6 @@ def map_aligned(descriptor: int, nbytes: int, start: int, protection: int) -> in
     """Map a file so that its huge pages lie at multiples of their size, and return the address.
 
     Elsewhere the kernel can't map them as huge pages.
-
-    Raises OSError.
     """
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     room_nbytes = nbytes + 2 * HUGE

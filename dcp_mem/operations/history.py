@@ -110,7 +110,7 @@ class Totals:
 def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> History:
     memory = job_memory(settings)
     local = memory.checkpoints() if memory is not None else []
-    rows = memory.history() if memory is not None else []
+    rows = memory.history.rows() if memory is not None else []
     recoveries = recoveries_in(memory) if memory is not None else []
     troubles = []
     storage = storage_of(settings, retry_policy)

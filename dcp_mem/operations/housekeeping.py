@@ -15,6 +15,7 @@ from dcp_mem.config import Settings, checkpoint_name, memory_root_path
 from dcp_mem.errors import CheckpointInUse, CheckpointNotFound, JobInUse
 from dcp_mem.flushing.orphans import Orphan, delete_checkpoint, orphans
 from dcp_mem.memory.job import JobMemory, jobs_in, last_use
+from dcp_mem.memory.links import drop_dead_links
 from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live, new_token
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.options import settings
@@ -131,7 +132,7 @@ def evict(settings: Settings, name: str) -> tuple[int, str]:
     if memory is None:
         return 0, ""
     freed = 0
-    memory.drop_dead_links()
+    drop_dead_links(memory.links)
     for checkpoint in memory.find(name):
         nbytes = checkpoint.local_nbytes()
         if not memory.evict(checkpoint, "removed by hand"):
@@ -179,7 +180,7 @@ def _reclaim_one(root: str, name: str, *, force: bool, dry_run: bool) -> Reclaim
     nbytes, here = allocated_bytes(memory.directory), memory.checkpoints()
     pending = ", ".join(one.name for one in here if one.pending)
     reading = ", ".join(one.name for one in here if is_leased(one.manifest_path))
-    if memory.drop_dead_links() or reading:
+    if drop_dead_links(memory.links) or reading:
         return Reclaimed(name, nbytes, f"{reading or 'a checkpoint'} is being read or flushed")
     if pending and not force:
         return Reclaimed(name, nbytes, f"{pending} never reached storage (force=True gives it up)")

@@ -136,7 +136,7 @@ def in_memory(settings: Settings) -> list[CheckpointStatus]:
 def count_superseded(settings: Settings) -> int:
     """Return how many checkpoints newer ones have superseded before their flush, on this node."""
     memory = job_memory(settings)
-    rows = [] if memory is None else memory.history()
+    rows = [] if memory is None else memory.history.rows()
     return sum(row.outcome == Outcome.SUPERSEDED for row in rows)
 
 

@@ -227,7 +227,7 @@ class Worker:
         known = checksums_of(earlier.local, os.path.basename(earlier.file.path))
         table = replace(self._tables[name], crc32c=known.crc32c)
         link = partial(files.link, earlier.file.path)
-        self._memory.add_segment_copy(self._manifest, name, table, link)
+        self._memory.add_copy(self._manifest, name, {name: table}, link)
         file.is_finished = True
 
     def _reject(self, stale: Mapping[str, int]) -> None:
@@ -270,11 +270,12 @@ class Worker:
             )
         seal = partial(self._slots.seal, slot)
         if plan.stripe is None:
-            self._memory.add_segment_copy(self._manifest, plan.file, file.table(), seal)
+            tables = {plan.file: file.table()}
+            self._memory.add_copy(self._manifest, plan.file, tables, seal)
         else:
             record = StripeRecord(self._manifest.save_id, plan.stripe, tuple(file.crcs.tolist()))
             tables = file.stripe_tables()
-            self._memory.add_parity(self._manifest, plan.file, record, tables, seal)
+            self._memory.add_copy(self._manifest, plan.file, tables, seal, record)
         file.is_sealed = file.is_finished = True
         faults.point("replicate.sealed")
 

@@ -98,10 +98,7 @@ class AgentLink:
             return is_lost
 
     def is_news(self, nodes: frozenset[str] | None) -> bool:
-        """Return whether the flusher knows of other nodes; it counts as told of these now.
-
-        `nodes`: the nodes of all ranks; None where they aren't known.
-        """
+        """Return whether the flusher knows of other nodes; it counts as told of these now."""
         with self._guard:
             is_news = nodes != self._told_nodes
             self._told_nodes = nodes

@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import daemon
 from dcp_mem.format.layout import Columns
 from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.views import is_same
@@ -205,10 +207,8 @@ class WholeComparison:
         """
         self.wait()
         self._is_cancelled = False
-        self._thread = threading.Thread(
-            target=self._work, args=(segment, tensors, on_end), name="dcp_mem-frozen", daemon=True
-        )
-        self._thread.start()
+        work = partial(self._work, segment, tensors, on_end)
+        self._thread = daemon(work, "dcp_mem-frozen")
 
     def wait(self) -> None:
         """Return once nothing is compared any more."""
@@ -230,11 +230,15 @@ class WholeComparison:
         shared = list(segment.since)  # those that come meanwhile wait for the next comparison
         differing: list[int] = []
         is_whole = False
+
+        def may_go_on() -> bool:
+            return not self._is_cancelled
+
         try:
             differing = [
                 number
                 for number, tensor in enumerate(tensors)
-                if tensor.is_cpu and not segment.is_equal(number, tensor.data_ptr(), self._goes_on)
+                if tensor.is_cpu and not segment.is_equal(number, tensor.data_ptr(), may_go_on)
             ]
             faults.point("frozen.compared")
             moved = set(segment.moved(tensors))
@@ -249,9 +253,6 @@ class WholeComparison:
             elif is_whole:
                 segment.since = segment.since[len(shared) :]
             on_end([segment.keys[number] for number in differing], shared)
-
-    def _goes_on(self) -> bool:
-        return not self._is_cancelled
 
 
 class FrozenSegments:
@@ -272,10 +273,7 @@ class FrozenSegments:
         return self._known.get(group)
 
     def keep(self, group: object, segment: FrozenSegment | None) -> None:
-        """Take note of a complete save.
-
-        `segment`: None where the save had none.
-        """
+        """Take note of a complete save."""
         if segment is None:
             self._known.pop(group, None)
         else:

@@ -47,10 +47,7 @@ class PersistCounter:
             self._saves += 1
 
     def since(self, step: int | None) -> Since | None:
-        """Return how long ago that was, seen from a save of this step; None: it never was.
-
-        `step`: the training step of the save in question; None where it told none.
-        """
+        """Return how long ago that was, seen from a save of this step; None: it never was."""
         if self._saves is None:
             return None
         steps = None if step is None or self._step is None else step - self._step
@@ -84,10 +81,7 @@ class LastSaves:
         return is_first
 
     def is_trim_due(self, most_nbytes: int) -> bool:
-        """Return whether to look for free slots that are too many; a look costs as much as a save.
-
-        `most_nbytes`: what the job's checkpoints take on this node at most, by this save.
-        """
+        """Return whether to look for superfluous free slots; a look costs as much as a save."""
         self._saves_since_trim += 1
         is_due = most_nbytes != self._trimmed_to or self._saves_since_trim >= _TRIM_EVERY
         if is_due:

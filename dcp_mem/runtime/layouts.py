@@ -43,10 +43,7 @@ class Layouts:
         self._guard = threading.Lock()  # not held while plans are compared, or laid out
 
     def of(self, expected: Specs) -> PlanLayout:
-        """Return the layout of a plan with these dtypes and shapes: a known one, or a new one.
-
-        `expected`: dtypes and shapes as the plan has them.
-        """
+        """Return the layout of a plan with these dtypes and shapes: a known one, or a new one."""
         for known in reversed(self._known()):
             if known.expected == expected:
                 with self._guard:
@@ -91,11 +88,7 @@ class Layouts:
 
 
 def put_frames(slot: Slot, plan_layout: PlanLayout) -> None:
-    """Write the bytes around the payloads into a mapped slot, unless they are there already.
-
-    `slot`: of the layout's size at least. `plan_layout`: where payloads and the bytes around them
-    lie.
-    """
+    """Write the bytes around the payloads into a mapped slot, unless they are there already."""
     if slot.frames != plan_layout.frames:
         slot.frames = ""  # a slot that is only half done must not pass for one that is
         specs = [spec for spec in plan_layout.dense if spec is not None]

@@ -59,8 +59,6 @@ class RunNumbers:
 
         The generation is 0 if the run hasn't begun one. It may have been raised since the last
         save, by the flusher of this node, which has found newer ones on storage.
-
-        Raises RankFailed.
         """
         self._run = self._run or run_token()[:_RUN_DIGITS] or uuid.uuid4().hex[:_RUN_DIGITS]
         # Ranks that save without each other are one run: they go on with one generation.
@@ -89,10 +87,7 @@ class RunNumbers:
             self._memory.note_generations({manifest.run: newest.generation + 1})
 
     def begin(self, newest: SaveNumber, generation: int, run: str) -> tuple[SaveNumber, str]:
-        """Return the number of the save that the ranks agree on now, and the token of its run.
-
-        `generation`: the one that the coordinator's run goes on with; 0 for none.
-        """
+        """Return the number of the save that the ranks agree on now, and the token of its run."""
         number = next_number(newest, generation)
         if generation and number.generation > generation:
             # What it has saved before stays older than what other runs have saved since.

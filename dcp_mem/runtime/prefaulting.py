@@ -9,13 +9,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from dcp_mem.common.background import KeptThread, let_caller_return
+from dcp_mem.common.gc_pause import GrownHeap
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.memory import pinning
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.slots import SlotPool
-from dcp_mem.runtime.heap import GrownHeap
 from dcp_mem.runtime.layouts import PlanLayout, put_frames
 
 
@@ -103,13 +103,7 @@ class Prefaulting:
     def fill_up(
         self, settings: Settings, sizes: SlotSizes, needs: NodeNeeds, *, rank: int
     ) -> Future[None] | None:
-        """Bring the rank's slots up to what `keep` + 1 checkpoints take, within the memory budget.
-
-        In the background.
-
-        `settings`: of the job: how many checkpoints stay, and the memory limit. Returns what tells
-        when that has ended; None where nothing is missing.
-        """
+        """Bring the rank's slots up to what `keep` + 1 checkpoints take, within the limit."""
 
         def missing() -> int:
             # In this order: a segment that retires in between is counted twice, never overlooked.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TypeVar
 
+from dcp_mem.common.gc_pause import GrownHeap
 from dcp_mem.common.parallel import before_pools_end
 from dcp_mem.config import Settings
 from dcp_mem.errors import DcpMemError
@@ -25,7 +26,6 @@ from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.replicator import Replicator
 from dcp_mem.runtime.agent_link import AgentLink
 from dcp_mem.runtime.frozen import FrozenSegments
-from dcp_mem.runtime.heap import GrownHeap
 from dcp_mem.runtime.last_saves import LastSaves
 from dcp_mem.runtime.layouts import Layouts
 from dcp_mem.runtime.numbers import RunNumbers
@@ -58,23 +58,10 @@ class Session:
     - load, also where that repairs copies.
 
     No lock is held while bytes are copied, or while ranks are talked to.
-
-    `memory`: the job's directory in this node's memory. `lock`: keeps other runs of the same job
-    out. `catalogs`: the catalogs of the job's checkpoints. `layouts`: how the segments of recent
-    plans are laid out. `frozen`: segments of frozen tensors, for the next saves to share. `heap`:
-    heap to give back to the system. `prefaulting`: makes slots ready between saves. `last_saves`:
-    what the last saves have left for the next ones to go by. `numbers`: the numbers of saves, for
-    the next one's. `replicator`: has complete checkpoints copied to other nodes. `publisher`: makes
-    checkpoints COMPLETE on this node. `nodes`: on which nodes the job runs. `turns`: the order of
-    the saves. `agent`: this process's link to the node's agent.
     """
 
     def __init__(self, root: str, job: str, identity: RunIdentity) -> None:
-        """Open the job's memory.
-
-        `identity`: by which another run of the job is told from this one. Raises JobInUse,
-        MemoryRootRefused, MemoryUnavailable.
-        """
+        """Open the job's memory."""
         self.memory = JobMemory(root, job)
         self.lock = JobLock(self.memory.directory, job, identity)
         kept = _kept_slots.pop((os.getpid(), self.memory.slots), None)
@@ -113,10 +100,7 @@ class Session:
             return f"{type(error).__name__}: {error}"
 
     def wake_agent(self, settings: Settings, *, now: bool = False, is_waiting: bool = False) -> str:
-        """Have pending checkpoints flushed.
-
-        `now`: try at once again what failed; otherwise that has its time.
-        """
+        """Have pending checkpoints flushed."""
         nodes, run = self.nodes.of_all_ranks, self.numbers.token
         return self.agent.wake(settings, nodes, run, now=now, is_waiting=is_waiting)
 
@@ -158,8 +142,6 @@ class Session:
         """Give back slots, mappings and the job's lock. Call it in a turn of its own.
 
         Before it, in this turn, `wait_for_threads` has returned.
-
-        `keep_slots`: leave slots and mappings to this process's next session of the job.
         """
         steps: list[Callable[[], object]] = [self.agent.stop]
         if keep_slots:
@@ -206,9 +188,6 @@ def session_for(settings: Settings, identity: RunIdentity) -> Session:
 
     A session that another thread closes is waited for, and followed by a new one; but a thread that
     has its turn in it goes on with it.
-
-    `identity`: the run that this process belongs to; another run of the same job is kept out.
-    Raises JobInUse, MemoryRootRefused, MemoryUnavailable.
     """
     return _session_and(lambda session: session, settings, identity, is_next=False)
 
@@ -218,8 +197,6 @@ def enter_session(settings: Settings, identity: RunIdentity) -> tuple[Session, T
 
     The session stays open until the turn is over. The turn isn't waited for here. Earlier turns
     that the calling thread holds are over: a thread makes one save at a time.
-
-    Raises JobInUse, MemoryRootRefused, MemoryUnavailable.
     """
     return _session_and(
         lambda session: (session, session.turns.take()), settings, identity, is_next=True
@@ -229,10 +206,7 @@ def enter_session(settings: Settings, identity: RunIdentity) -> tuple[Session, T
 def _session_and(
     take: Callable[[Session], T], settings: Settings, identity: RunIdentity, *, is_next: bool
 ) -> T:
-    """Return what is taken of the job's session, before anybody can close that.
-
-    `is_next`: whether the calling thread has come to its next save.
-    """
+    """Return what is taken of the job's session, before anybody can close that."""
     key = (os.getpid(), settings.memory_root, settings.job)
     while True:
         with _guard:
@@ -259,8 +233,6 @@ def close_session(settings: Settings, *, keep_slots: bool = False) -> None:
 
     Saves that have asked for their turn by now come first; those of threads that have died don't
     count. Where another thread closes the session already, this waits for it.
-
-    `keep_slots`: leave slots and mappings to this process's next session of the job.
     """
     key = (os.getpid(), settings.memory_root, settings.job)
     with _guard:

@@ -56,7 +56,7 @@ def status(settings: Settings) -> list[CheckpointStatus]:
     memory = JobMemory(settings.memory_root, settings.job)
     present = [status_of(checkpoint) for checkpoint in memory.checkpoints()]
     known = {entry.save_id for entry in present}
-    past = [_of_history(row) for row in memory.history() if row.save_id not in known]
+    past = [_of_history(row) for row in memory.history.rows() if row.save_id not in known]
     found = with_exports([*present, *past], read_exports(memory.directory))
     return newest_first(found, place_of)
 
@@ -244,10 +244,7 @@ class AgentPatience:
 
 
 class _Refusals:
-    """The refusals that a wait counts: of attempts that may know what the user has mended.
-
-    `wake`: wakes the agent, and brings it the job's settings and credentials.
-    """
+    """The refusals that a wait counts: of attempts that may know what the user has mended."""
 
     def __init__(self, settings: Settings, wake: Wake) -> None:
         self._wake = wake
@@ -468,10 +465,7 @@ def status_of(checkpoint: LocalCheckpoint) -> CheckpointStatus:
 
 
 def place_of(entry: CheckpointStatus) -> Place:
-    """Return what the order of the job's checkpoints goes by.
-
-    `entry`: a checkpoint, or a save that never began.
-    """
+    """Return what the order of the job's checkpoints goes by."""
     return Place(
         number=SaveNumber(entry.generation, entry.count),
         run=entry.run,

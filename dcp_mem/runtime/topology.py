@@ -60,10 +60,7 @@ class JobNodes:
         return self._of_all_ranks
 
     def topology(self, ranks: Ranks, failure_domain: str = "") -> Topology:
-        """Return where these ranks run; the first time, in an exchange of all of them.
-
-        `failure_domain`: of this node; "" for one of its own.
-        """
+        """Return where these ranks run; the first time, in an exchange of all of them."""
         known = ranks.cache.get(self._node)
         if known is None:
             domain = f"domain {failure_domain}" if failure_domain else f"node {self._node}"

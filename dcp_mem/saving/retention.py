@@ -8,6 +8,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.links import drop_dead_links
 from dcp_mem.memory.locks import in_turn, is_in_use
 from dcp_mem.policy.admission import retire
 from dcp_mem.policy.facts import CheckpointFacts
@@ -33,7 +34,7 @@ def apply_retention(
     that older ones leave for; "" for none. It stays where it has just been rejected, too, until the
     next one is made.
     """
-    memory.drop_dead_links()
+    drop_dead_links(memory.links)
     # Several ranks of a node may close at once. What one of them looks at, or takes out, must not
     # look to another as if it were in use: a newer checkpoint would leave in its place.
     with in_turn(memory.slots):

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from dcp_mem.comm.agreement import Attempted, attempt, described, raise_together
 from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.links import drop_dead_links
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, still_full
 from dcp_mem.policy.slots import SlotNeed, capacity_for, growth
 from dcp_mem.replicating.plan import incoming, incoming_seconds
@@ -38,7 +39,7 @@ def node_memory(
     `checkpoints`: all that lie in memory on this node, newest first.
     """
     memory, settings = context.session.memory, context.settings
-    is_lent = memory.drop_dead_links()
+    is_lent = drop_dead_links(memory.links)
     kept = kept_checkpoints(
         checkpoints,
         context.scope,

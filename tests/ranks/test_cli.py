@@ -267,7 +267,7 @@ def test_ls_counts_what_newer_checkpoints_have_superseded(job: Job) -> None:
         save(writer, 1)
     memory = JobMemory(job.memory, job.name or "")
     for number in range(2):
-        memory.add_to_history(
+        memory.history.add(
             HistoryRow(
                 name=f"step-{number}",
                 save_id=f"{number:08x}",

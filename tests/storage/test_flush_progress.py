@@ -218,7 +218,7 @@ def test_what_was_never_meant_for_storage_has_a_line_once_it_leaves_memory(job: 
         for number in (1, 2, 3):
             save(writer, number)
         assert not (job.directory / "step-1").exists()
-        lines = JobMemory(job.memory, "job").history()
+        lines = JobMemory(job.memory, "job").history.rows()
         states = {one.name: (one.state, one.persist) for one in writer.status()}
     assert [(line.name, line.outcome, line.error) for line in lines] == [
         ("step-1", "evicted", ""),
