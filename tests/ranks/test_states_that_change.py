@@ -453,6 +453,20 @@ def _parts(*boxes: Box, size: tuple[int, ...] = (4,)) -> Callable[[], Any]:
     return lambda: _holding(torch.zeros(size), boxes)
 
 
+def _shard(box: Box, data: torch.Tensor) -> LocalShard:
+    place = f"rank:{dist.get_rank()}/cpu"
+    return LocalShard(data, ShardMetadata(list(box[0]), list(box[1]), place))
+
+
+def _beyond(box: Box) -> Callable[[], Any]:
+    def made() -> Any:
+        tensor = _parts()()
+        tensor.local_shards()[:] = [_shard(box, torch.zeros(box[1]))]
+        return tensor
+
+    return made
+
+
 _CONTRADICTIONS: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
     (_parts(((0,), (2,))), _parts(((3,), (1,))), "cover 3 of 4"),
     (_parts(((0,), (2,))), _parts(), "cover 2 of 4"),
@@ -463,6 +477,7 @@ _CONTRADICTIONS: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
         _parts(((1, 0), (2, 2)), size=(4, 2)),
         "overlapping",
     ),
+    (_parts(((0,), (2,))), _beyond(((2,), (3,))), "out of bounds"),
     (_parts(((0,), (4,)), ((0,), (4,))), _parts(), "twice"),
     (lambda: torch.zeros(4), _parts(((0,), (4,))), "sharded on one rank and not on another"),
     (lambda: "text", _parts(((0,), (4,))), "sharded on one rank and not on another"),
@@ -518,6 +533,46 @@ def test_a_rank_alone_may_save_a_part(places: Places) -> None:
     target = torch.zeros(1)
     places.load("memory", "part", {}, planner=_Boxes([((3,), (1,))], [target]))
     assert_same({"a": torch.tensor([3.0])}, {"a": target})
+
+
+_VAST = 1 << 33
+_FAR = ((_VAST - 3,), (3,))
+
+
+def _save_in_turn(places: Places) -> None:
+    """The same ShardedTensor, changed in place, and one of more elements than 32 bits count."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tensor = _holding(torch.arange(4.0), [((0,), (1,)), ((3,), (1,))])
+    shards = tensor.local_shards()
+    with places.writer(persist=False, keep_memory=9) as writer:
+
+        def save(name: str) -> None:
+            dcp_mem.save({"a": tensor}, checkpoint_id=name, storage_writer=writer)
+
+        save("first")
+        shards[1].metadata.shard_offsets[0] = 2
+        save("moved")
+        shards[0].tensor = torch.full((1,), 7.0)
+        save("replaced")
+        shards.pop()
+        save("shortened")
+        tensor.metadata().size = torch.Size([_VAST])
+        shards[:] = [_shard(_FAR, torch.tensor([5.0, 6.0, 7.0]))]
+        save("vast")
+
+
+def test_a_sharded_tensor_that_is_changed_in_place_is_saved_as_it_is_then(places: Places) -> None:
+    forked(_save_in_turn, places)
+    for name, box, expected in (
+        ("first", ((3,), (1,)), [3.0]),
+        ("moved", ((2,), (1,)), [3.0]),
+        ("replaced", ((0,), (1,)), [7.0]),
+        ("shortened", ((2,), (1,)), [0.0]),
+        ("vast", _FAR, [5.0, 6.0, 7.0]),
+    ):
+        target = torch.zeros(box[1])
+        places.load("memory", name, {}, planner=_Boxes([box], [target]))
+        assert target.tolist() == expected, name
 
 
 # -- how much it is --------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ _TOKEN, _SECONDS = b"0123456789abcdef", 20.0
 
 def test_a_stranger_is_turned_away_and_the_neighbour_behind_it_is_served() -> None:
     with closing(Door()) as door:
-        welcoming = threading.Thread(target=door.welcome, args=(_TOKEN, [1], _SECONDS))
+        welcoming = threading.Thread(
+            target=door.welcome, args=(_TOKEN, [1], _SECONDS, lambda: None)
+        )
         welcoming.start()
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(f"\0{door.name}")
