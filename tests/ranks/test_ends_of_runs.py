@@ -61,9 +61,9 @@ def test_a_process_that_ends_does_not_wait_for_the_whole_of_a_slow_upload(
         import torch
         import torch.distributed.checkpoint as dcp
         import dcp_mem
-        from dcp_mem.flushing import thread
+        from dcp_mem.flushing import loop
 
-        thread._DRAIN_SECONDS = 1.0
+        loop._DRAIN_SECONDS = 1.0
         writer = dcp_mem.MemoryStorageWriter(
             {str(tmp_path)!r}, memory_root={str(memory_root)!r}, job="job",
             agent="thread", upload_limit="1MiB",

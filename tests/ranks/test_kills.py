@@ -730,14 +730,15 @@ def take_fill_and_end(directory: Path) -> None:
 
 def before_lease(number: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `act` happen just before a slot's lease is asked for the `number`-th time."""
-    asked = itertools.count(1)
+    asked, original = itertools.count(1), locks.try_lease
 
     def try_lease(descriptor: int, *, exclusive: bool) -> bool:
         if next(asked) == number:
             act()
-        return locks.try_lease(descriptor, exclusive=exclusive)
+        return original(descriptor, exclusive=exclusive)
 
-    monkeypatch.setattr(slots, "try_lease", try_lease)
+    for module in (slots, locks):
+        monkeypatch.setattr(module, "try_lease", try_lease)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -30,7 +30,7 @@ _ENV = {"DCP_MEM_TIMEOUT": str(_SECONDS)}
 _RANKS = 3
 _AT_ONCE = 12
 """Jobs that run at the same time: all but all of their time is waiting."""
-_EXCHANGES = ("exchange", "all_reduce", "gather", "broadcast", "scatter", "tell_leaders", "swap")
+_EXCHANGES = ("exchange", "all_reduce", "gather", "broadcast", "scatter", "tell_leaders")
 _FIRST, _LATER = 0, 1
 """A call of new ranks, which have to connect and to plan, and one behind it."""
 
