@@ -10,13 +10,12 @@ import select
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
 from dcp_mem.comm.greetings import Door, greet
-from dcp_mem.comm.peers import tuned
+from dcp_mem.comm.peers import drop, tuned
 from dcp_mem.comm.timed_store import LOOK_SECONDS
 
 _HEAD = struct.Struct("<BQI")
@@ -44,7 +43,7 @@ class ControlLine:
     def __init__(self, connection: socket.socket) -> None:
         """Take over a connection."""
         self._connection = connection
-        self._outgoing = deque[memoryview]()
+        self._outgoing = list[memoryview]()
         self._incoming = bytearray()
         self._waiters = 0
         self._is_closed = False
@@ -63,19 +62,13 @@ class ControlLine:
 
     def flush(self) -> None:
         """Send what there is room for."""
-        while self._outgoing and not self._is_closed:
-            try:
-                count = self._connection.sendmsg(list(self._outgoing)[:64])
-            except BlockingIOError:
-                return
-            except OSError:  # what the peer has sent before is still to be read
-                self._outgoing.clear()
-                return
-            while count:
-                first = self._outgoing.popleft()
-                if count < len(first):
-                    self._outgoing.appendleft(first[count:])
-                count -= min(count, len(first))
+        try:
+            while self._outgoing and not self._is_closed:
+                drop(self._outgoing, self._connection.sendmsg(self._outgoing[:64]))
+        except BlockingIOError:
+            return
+        except OSError:  # what the peer has sent before is still to be read
+            self._outgoing.clear()
 
     def frames(self) -> Iterator[Frame]:
         """Yield the frames that have come.

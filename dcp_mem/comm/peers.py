@@ -219,6 +219,17 @@ def tuned(connection: socket.socket) -> socket.socket:
     return connection
 
 
+def drop(views: list[memoryview], nbytes: int) -> None:
+    """Take so many bytes, which have moved, from the front of a list of buffers."""
+    count = 0
+    while nbytes and nbytes >= len(views[count]):
+        nbytes -= len(views[count])
+        count += 1
+    del views[:count]
+    if nbytes:
+        views[0] = views[0][nbytes:]
+
+
 _all_peers = WeakSet[Peers]()
 
 

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
 
+from dcp_mem.comm.peers import drop
 from dcp_mem.comm.transports import Pair, met
 
 _LENGTH_NBYTES = 8
@@ -129,7 +130,7 @@ class TcpChannel:
         try:
             while self._outgoing:
                 message = self._outgoing[0]
-                message.drop(self._connection.sendmsg(message.left))
+                message.note_moved(self._connection.sendmsg(message.left))
                 if message.is_done:
                     self._outgoing.popleft()
                 self._last_moved = time.monotonic()
@@ -148,7 +149,7 @@ class TcpChannel:
                 if not nbytes:
                     self._end_receipt(_GONE)
                     return
-                message.drop(nbytes)
+                message.note_moved(nbytes)
                 self._last_moved = time.monotonic()
                 if why := message.why_wrong():
                     self._end_receipt(why)
@@ -197,12 +198,8 @@ class _Message:
             return f"a message of {nbytes} bytes came where {self._nbytes} bytes were to come"
         return ""
 
-    def drop(self, nbytes: int) -> None:
-        """Drop bytes that have moved."""
-        while nbytes and nbytes >= len(self.left[0]):
-            nbytes -= len(self.left.pop(0))
-        if nbytes:
-            self.left[0] = self.left[0][nbytes:]
+    def note_moved(self, nbytes: int) -> None:
+        drop(self.left, nbytes)
         self.is_done = not self.left
 
     def wait(self) -> None:

@@ -13,15 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dcp_mem.comm.peers import ENDED, PeerLost, Peers
+from dcp_mem.comm.peers import ENDED, PeerLost, Peers, drop
 from dcp_mem.comm.timed_store import LOOK_SECONDS
 
 LENGTH_NBYTES = 8
 """Bytes in front of a message, which say how long it is."""
 MOST_NBYTES = 1 << 32
 """Bytes of a message, at most."""
-_MOST_VIEWS = 64
-"""Buffers that one call sends."""
 
 
 class TcpWire:
@@ -144,18 +142,8 @@ class _Outgoing(_Flow):
 
     def _moved(self) -> bool:
         while self._views:
-            self._drop(self.connection.sendmsg(self._views[:_MOST_VIEWS]))
+            drop(self._views, self.connection.sendmsg(self._views))
         return True
-
-    def _drop(self, nbytes: int) -> None:
-        """Drop the bytes that have been sent."""
-        count = 0
-        while nbytes and nbytes >= len(self._views[count]):
-            nbytes -= len(self._views[count])
-            count += 1
-        del self._views[:count]
-        if nbytes:
-            self._views[0] = self._views[0][nbytes:]
 
 
 class _Incoming(_Flow):
