@@ -175,8 +175,10 @@ def attempt(case: str, title: str, measure: Callable[[], Part]) -> Part:
         print(error, file=sys.stderr)
         last_line = str(error).strip().splitlines()[-1]
         part = Part([Row("all of it", dcp_mem=f"failed: {last_line}", met=False, failed=True)])
-    print(f"{time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    return replace(part, title=title)
+    part = replace(part, title=title)
+    # At once, so that a run that is cut off has told what it found.
+    print(f"{time.monotonic() - start:.0f} s\n\n{part.markdown}", file=sys.stderr, flush=True)
+    return part
 
 
 def summary(sections: Sequence[Section]) -> str:
