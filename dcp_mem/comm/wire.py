@@ -159,14 +159,10 @@ class _Incoming(_Flow):
 
     def _moved(self) -> bool:
         while self._views:
-            view = self._views[0]
-            nbytes = self.connection.recv_into(view)
+            nbytes = self.connection.recv_into(self._views[0])
             if not nbytes:
                 raise PeerLost(self.rank, ENDED)
-            if nbytes < len(view):
-                self._views[0] = view[nbytes:]
-                continue
-            del self._views[0]
+            drop(self._views, nbytes)
             if self._length is not None and not self._views:
                 self._expect_body(self._length)
         return True
