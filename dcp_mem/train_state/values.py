@@ -48,12 +48,12 @@ def on_cpu(value: Any) -> Any:
 def taken_apart(value: Any) -> tuple[dict[str, Any], Tensors]:
     """Return what is saved of a value as a whole, and its tensors."""
     if isinstance(value, torch.Tensor):
-        return {"form": _mark(value), "fixed": [""] * is_fixed(value)}, value
+        return {"form": _mark(), "fixed": [""] * is_fixed(value)}, value
     tensors: dict[str, torch.Tensor] = {}
 
     def take(name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensors[name] = tensor
-        return _mark(tensor)
+        return _mark()
 
     form = _Mapping(take).of(value)
     fixed = [name for name, tensor in tensors.items() if is_fixed(tensor)]
@@ -90,8 +90,9 @@ def put_together(saved: Mapping[str, Any], tensors: Tensors, known: Tensors, wha
     return _Mapping(find).of(saved["form"])
 
 
-def _mark(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _mark() -> torch.Tensor:
+    """Return what stands for a tensor in a form; no meta tensor: torch's planner makes those real."""
+    return torch.empty(0, dtype=torch.uint8)
 
 
 class _Mapping:

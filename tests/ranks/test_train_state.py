@@ -371,7 +371,11 @@ def test_one_of_two_optimizers_that_hasnt_started_is_fresh_after_the_load(memory
 # -- more of one's own -----------------------------------------------------------------------------
 
 
-def test_extra_values_come_back_whole_and_stateful_ones_restore_themselves(memory_job: Job) -> None:
+@pytest.mark.parametrize("torch_plans", ["0", "1"])
+def test_extra_values_come_back_whole_and_stateful_ones_restore_themselves(
+    memory_job: Job, torch_plans: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_MEM_TORCH_PLANS", torch_plans)
     average, held = nn.Linear(2, 2), torch.arange(3.0)
     plain = {"epoch": 3, "seen": {1: "one", 2: ["two"]}, "best": None, "list": [held + 1]}
     with memory_job.writer(agent="thread") as writer:
