@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import (
@@ -16,8 +18,8 @@ from dcp_mem.comm.agreement import (
 )
 from dcp_mem.comm.bridge.calls import DcpCall
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.config import Settings
-from dcp_mem.errors import ConfigError, RankFailed
+from dcp_mem.config import Settings, exchange_timeout
+from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.turns import Turn
@@ -75,16 +77,21 @@ class ThreadCalls(threading.local):
     def step(self, *, is_last: bool) -> Iterator[None]:
         """Make a step of a save; end its turn with the last one, or one that fails.
 
-        Only where no frame tells the end of the call, which comes later.
+        Only where no frame tells the end of the call, which comes later. Between two steps the turn
+        waits for DCP, as long as ranks wait for each other; a step may take any time.
         """
+        if self.is_unseen and self.turn is not None:
+            self.turn.follow(None)
         try:
             yield
         except BaseException:
             is_last = True
             raise
         finally:
-            if is_last and self.is_unseen and self.turn is not None:
-                self.turn.end()
+            if self.is_unseen and self.turn is not None:
+                if is_last:
+                    self.turn.end()
+                self.turn.follow(partial(_is_late, time.monotonic() + exchange_timeout()))
 
     def begun(self) -> DcpSave:
         """Return the save that DCP is in the middle of. Raises ConfigError where there is none."""
@@ -93,6 +100,14 @@ class ThreadCalls(threading.local):
                 "DCP calls set_up_storage_writer before this: drive the writer through dcp.save"
             )
         return self.save
+
+    def refuse_late(self) -> None:
+        """Raise DcpMemError where others went ahead of the save, for DCP has taken too long."""
+        if self.is_unseen and self.turn is not None and self.turn.is_over:
+            raise DcpMemError(
+                f"{self.name} isn't saved: planning took longer than {exchange_timeout():.0f} s, "
+                f"and another save, or close(), went ahead: raise DCP_MEM_TIMEOUT"
+            )
 
     def checked_name(self) -> str:
         """Return what to save under. Raises ConfigError where that is missing, or no name."""
@@ -104,6 +119,10 @@ class ThreadCalls(threading.local):
                 "path= of the writer is the root of all checkpoints of a job"
             )
         return self.name
+
+
+def _is_late(until: float) -> bool:
+    return time.monotonic() > until
 
 
 def called(opened: Attempted[Session], call: Callable[[], DcpCall]) -> DcpCall:

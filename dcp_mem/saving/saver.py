@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +27,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.config import Purpose, Settings, checkpoint_name, exchange_timeout, run_identity
+from dcp_mem.config import Purpose, Settings, checkpoint_name, run_identity
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.flushing.agent_handle import AgentHandle
 from dcp_mem.flushing.registration import registration_of
@@ -139,7 +136,6 @@ class Saver:
             self.calls.checked_name(),
             info,
             scope=scope,
-            is_driven_by_dcp=True,
             has_copies=staged is not None or (self.stages_alone and not uses_collectives),
         )
         why_not, self.calls.why_not = self.calls.why_not, ""
@@ -202,7 +198,7 @@ class Saver:
         assert takeover.metadata is not None
         settled, takeover.settled = takeover.settled, None  # it refers to the caller's tensors
         try:
-            completed = carry_out(replace(context, is_driven_by_dcp=False), settled)
+            completed = carry_out(context, settled)
         except BaseException:
             takeover.give_up()
             raise
@@ -454,7 +450,7 @@ class Saver:
         try:
             over = over_when_left()
             self.calls.is_unseen = over is None
-            turn.follow(over or partial(_is_late, time.monotonic() + exchange_timeout()))
+            turn.follow(over)
             turn.wait()
             # Not opened before its turn: another thread's close of the session waits for that.
             return session or self.open_session(), turn
@@ -548,10 +544,6 @@ class Saver:
         number = state.pop("_seen")
         self.__dict__.update(state, calls=ThreadCalls())
         note_seen(self.settings, number)
-
-
-def _is_late(until: float) -> bool:
-    return time.monotonic() > until
 
 
 def _is_alone(value: Any) -> bool:
