@@ -19,7 +19,7 @@ from dcp_mem.comm.agreement import (
 from dcp_mem.comm.bridge.calls import DcpCall
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.config import Settings, exchange_timeout
-from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
+from dcp_mem.errors import ConfigError, RankFailed
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.turns import Turn
@@ -100,14 +100,6 @@ class ThreadCalls(threading.local):
                 "DCP calls set_up_storage_writer before this: drive the writer through dcp.save"
             )
         return self.save
-
-    def refuse_late(self) -> None:
-        """Raise DcpMemError where others went ahead of the save, for DCP has taken too long."""
-        if self.is_unseen and self.turn is not None and self.turn.is_over:
-            raise DcpMemError(
-                f"{self.name} isn't saved: planning took longer than {exchange_timeout():.0f} s, "
-                f"and another save, or close(), went ahead: raise DCP_MEM_TIMEOUT"
-            )
 
     def checked_name(self) -> str:
         """Return what to save under. Raises ConfigError where that is missing, or no name."""

@@ -27,7 +27,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.config import Purpose, Settings, checkpoint_name, run_identity
+from dcp_mem.config import Purpose, Settings, checkpoint_name, exchange_timeout, run_identity
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.flushing.agent_handle import AgentHandle
 from dcp_mem.flushing.registration import registration_of
@@ -181,6 +181,23 @@ class Saver:
         if entered.error is None:
             calls.turn = entered.value[1]  # kept: it ends with the call, failed or not
         return attempt(lambda: self._named(entered.value[0]))
+
+    def go_on(self, context: SaveContext) -> None:
+        """Have the save's turn once more, should it have ended while DCP planned.
+
+        Raises DcpMemError where the writer was closed meanwhile.
+        """
+        calls, session = self.calls, open_session(self.settings)
+        if not calls.is_unseen or calls.turn is None or not calls.turn.is_over:
+            return
+        if session is context.session:
+            session, calls.turn = enter_session(self.settings, self._identity())
+            calls.turn.wait()
+        if session is not context.session:
+            raise DcpMemError(
+                f"{context.name} isn't saved: the writer was closed while DCP planned, which took "
+                f"more than {exchange_timeout():.0f} s: raise DCP_MEM_TIMEOUT"
+            )
 
     def save(
         self, context: SaveContext, plan: Plan, find_common_plan: FindCommonPlan | None = None

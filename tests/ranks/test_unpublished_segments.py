@@ -138,4 +138,4 @@ def test_a_save_whose_planning_took_so_long_that_close_went_ahead_fails(places: 
     env = {**_TORCH_PLANS, "DCP_MEM_TIMEOUT": "1"}
     found, error = forked(_closes_behind_slow, places, "plan", env=env)
     assert found == []
-    assert "1 isn't saved: planning took longer than 1 s" in error
+    assert "1 isn't saved: the writer was closed while DCP planned" in error
