@@ -159,6 +159,7 @@ class MemoryStorageWriter(StorageWriter):
             leaving_on_error(begun.context.ranks),
             collector_paused(),
         ):
+            self._saver.go_on(begun.context)
             if begun.own is not None:
                 self._saver.carry_out(begun.context, begun.own)
                 return _future([])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 POINTS = (
     "save.agreed",  # every rank knows save id and decision; nothing has been written
@@ -106,7 +107,8 @@ def _pass(name: str) -> None:
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: else it might go on until the main thread has stopped.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif action == "raise":
         raise FaultInjected(f"fault injected at {name}")
     else:

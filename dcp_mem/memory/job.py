@@ -251,12 +251,28 @@ class JobMemory:
                 if not left:
                     raise
 
-    def publish(self, manifest: Manifest) -> None:
-        """Put the manifest in place: from here on the checkpoint is COMPLETE on this node."""
-        path = os.path.join(
-            self.checkpoint_directory(manifest.name), names.manifest_file(manifest.scope)
-        )
-        self._manifests[path] = _version(files.write_atomically(path, manifest.to_json())), manifest
+    def publish(self, manifest: Manifest, *, sealed: bool = False) -> None:
+        """Put the manifest in place: from here on the checkpoint is COMPLETE on this node.
+
+        Where its segments are `sealed`, all of this node's have to lie there. No process takes one
+        away meanwhile: what takes away looks for the manifest in a turn of its own.
+        """
+        directory = self.checkpoint_directory(manifest.name)
+        path = os.path.join(directory, names.manifest_file(manifest.scope))
+        with in_turn(directory):
+            lost = self._lost(manifest, directory) if sealed else ()
+            if lost:
+                raise DcpMemError(
+                    f"{manifest.name} isn't saved: {', '.join(lost)} has left memory before all was"
+                    f" there, as a process of the job broke off in the save: save again"
+                )
+            version = _version(files.write_atomically(path, manifest.to_json()))
+            self._manifests[path] = version, manifest
+
+    def _lost(self, manifest: Manifest, directory: str) -> list[str]:
+        """Return the files of this node's segments that don't lie in the checkpoint's directory."""
+        own = {one.file for one in manifest.of_node(self.node)}
+        return sorted(own.difference(files_in(directory)))
 
     def promote(self, checkpoint: LocalCheckpoint) -> bool:
         """Have a checkpoint flushed that was to stay in memory.

@@ -167,13 +167,22 @@ class SlotPool:
         with self._guard:
             for slot in list(self._open.values()):
                 sealed = _is_idle(slot) and os.path.dirname(slot.path) != self._directory
-                if sealed and slot.links:
-                    slot.links = [one for one in slot.links if files.lies_at(one, slot.inode)]
-                    for path in list(slot.links):
-                        if not is_listed(path):
-                            self.unlink(slot, path)
-                elif sealed and files.lies_at(slot.path, slot.inode) and not is_listed(slot.path):
-                    self.abandon(slot)
+                if not sealed:
+                    continue
+                slot.links = [one for one in slot.links if files.lies_at(one, slot.inode)]
+                for path in slot.links or [slot.path]:
+                    if files.lies_at(path, slot.inode) and not is_listed(path):
+                        self._take_back(slot, path, is_listed)
+
+    def _take_back(self, slot: Slot, path: str, is_listed: Callable[[str], bool]) -> None:
+        # In turn: another rank may be about to publish, and looks for the segment in a turn, too.
+        with contextlib.suppress(FileNotFoundError), in_turn(os.path.dirname(path)):
+            if is_listed(path):
+                return
+            if slot.links:
+                self.unlink(slot, path)
+            else:
+                self.abandon(slot)
 
     def prefault(
         self,

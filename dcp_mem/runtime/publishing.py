@@ -30,10 +30,11 @@ class Publisher:
         self._template: tuple[str, MetadataTemplate] | None = None
         self._guard = threading.Lock()  # not held while the thread ends
 
-    def publish(self, manifest: Manifest) -> None:
+    def publish(self, manifest: Manifest, *, sealed: bool = False) -> None:
         """Make a checkpoint COMPLETE, in the place of an older one of its name.
 
-        Its segments and its catalog are there already: the manifest comes last.
+        Its catalog is there already, and so are its segments if they are `sealed`: the manifest
+        comes last.
         """
         directory = self._memory.make_checkpoint_directory(manifest.name)
         replaced = [
@@ -43,7 +44,7 @@ class Publisher:
         ]
         self._catalogs.link(manifest.catalog, directory)
         faults.point("complete.catalog")
-        self._memory.publish(manifest)
+        self._memory.publish(manifest, sealed=sealed)
         faults.point("complete.manifest")
         for checkpoint in replaced:
             self._memory.retire_replaced(checkpoint)

@@ -131,11 +131,12 @@ class Turn:
         """Let the next turn begin. Ending twice is fine."""
         self.is_over = True
 
-    def follow(self, is_over: Callable[[], bool]) -> None:
+    def follow(self, is_over: Callable[[], bool] | None) -> None:
         """Have the turn end once its save is over, should nobody call `end`.
 
-        `is_over`: returns whether the save is over. Other threads call it, about every millisecond
-        while they wait. It must not raise, wait, nor keep this turn alive.
+        `is_over`: returns whether the save is over; None while it goes on for as long as it takes.
+        Other threads call it, about every millisecond while they wait. It must not raise, wait, nor
+        keep this turn alive.
         """
         self._follows = is_over
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import (
@@ -16,7 +18,7 @@ from dcp_mem.comm.agreement import (
 )
 from dcp_mem.comm.bridge.calls import DcpCall
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.config import Settings
+from dcp_mem.config import Settings, exchange_timeout
 from dcp_mem.errors import ConfigError, RankFailed
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.runtime.session import Session
@@ -75,16 +77,21 @@ class ThreadCalls(threading.local):
     def step(self, *, is_last: bool) -> Iterator[None]:
         """Make a step of a save; end its turn with the last one, or one that fails.
 
-        Only where no frame tells the end of the call, which comes later.
+        Only where no frame tells the end of the call, which comes later. Between two steps the turn
+        waits for DCP, as long as ranks wait for each other; a step may take any time.
         """
+        if self.is_unseen and self.turn is not None:
+            self.turn.follow(None)
         try:
             yield
         except BaseException:
             is_last = True
             raise
         finally:
-            if is_last and self.is_unseen and self.turn is not None:
-                self.turn.end()
+            if self.is_unseen and self.turn is not None:
+                if is_last:
+                    self.turn.end()
+                self.turn.follow(partial(_is_late, time.monotonic() + exchange_timeout()))
 
     def begun(self) -> DcpSave:
         """Return the save that DCP is in the middle of. Raises ConfigError where there is none."""
@@ -104,6 +111,10 @@ class ThreadCalls(threading.local):
                 "path= of the writer is the root of all checkpoints of a job"
             )
         return self.name
+
+
+def _is_late(until: float) -> bool:
+    return time.monotonic() > until
 
 
 def called(opened: Attempted[Session], call: Callable[[], DcpCall]) -> DcpCall:

@@ -255,10 +255,10 @@ def _manifest(context: SaveContext, agreed: Agreed, saved: SavedPlan) -> Manifes
 def _publish_on_all_nodes(
     context: SaveContext, agreed: Agreed, manifest: Manifest, catalog: Any
 ) -> None:
-    """Publish on this node, if this rank leads it, and wait for the other nodes.
+    """Publish on this node, if this rank leads it, and wait until all nodes have.
 
-    No node gives up an older checkpoint before all have this one. Where DCP doesn't keep the ranks
-    together, no rank goes on before that either.
+    No node gives up an older checkpoint before that. And no rank ends its part of the save: until
+    the manifest lists its segment, only the lease of a process that saves keeps that from a sweep.
 
     `catalog`: its bytes; None where this node has it already.
     """
@@ -271,12 +271,10 @@ def _publish_on_all_nodes(
             session.numbers.keep_newest(manifest)
             is_flushed = concerns_flusher(context, manifest)
             session.announce_run(context.settings, manifest.run, is_flushed=is_flushed)
-            session.publisher.publish(manifest)
+            session.publisher.publish(manifest, sealed=True)
 
     published = attempt(publish)
-    failures = published.failures(ranks.rank)
-    if agreed.topology.node_count > 1 or not context.is_driven_by_dcp:
-        failures = ranks.all_reduce(failures, joined)
+    failures = ranks.all_reduce(published.failures(ranks.rank), joined)
     raise_together(f"publishing {context.name}", failures, published.error)
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -139,7 +136,6 @@ class Saver:
             self.calls.checked_name(),
             info,
             scope=scope,
-            is_driven_by_dcp=True,
             has_copies=staged is not None or (self.stages_alone and not uses_collectives),
         )
         why_not, self.calls.why_not = self.calls.why_not, ""
@@ -186,6 +182,23 @@ class Saver:
             calls.turn = entered.value[1]  # kept: it ends with the call, failed or not
         return attempt(lambda: self._named(entered.value[0]))
 
+    def go_on(self, context: SaveContext) -> None:
+        """Have the save's turn once more, should it have ended while DCP planned.
+
+        Raises DcpMemError where the writer was closed meanwhile.
+        """
+        calls, session = self.calls, open_session(self.settings)
+        if not calls.is_unseen or calls.turn is None or not calls.turn.is_over:
+            return
+        if session is context.session:
+            session, calls.turn = enter_session(self.settings, self._identity())
+            calls.turn.wait()
+        if session is not context.session:
+            raise DcpMemError(
+                f"{context.name} isn't saved: the writer was closed while DCP planned, which took "
+                f"more than {exchange_timeout():.0f} s: raise DCP_MEM_TIMEOUT"
+            )
+
     def save(
         self, context: SaveContext, plan: Plan, find_common_plan: FindCommonPlan | None = None
     ) -> Completed | None:
@@ -202,7 +215,7 @@ class Saver:
         assert takeover.metadata is not None
         settled, takeover.settled = takeover.settled, None  # it refers to the caller's tensors
         try:
-            completed = carry_out(replace(context, is_driven_by_dcp=False), settled)
+            completed = carry_out(context, settled)
         except BaseException:
             takeover.give_up()
             raise
@@ -454,7 +467,7 @@ class Saver:
         try:
             over = over_when_left()
             self.calls.is_unseen = over is None
-            turn.follow(over or partial(_is_late, time.monotonic() + exchange_timeout()))
+            turn.follow(over)
             turn.wait()
             # Not opened before its turn: another thread's close of the session waits for that.
             return session or self.open_session(), turn
@@ -548,10 +561,6 @@ class Saver:
         number = state.pop("_seen")
         self.__dict__.update(state, calls=ThreadCalls())
         note_seen(self.settings, number)
-
-
-def _is_late(until: float) -> bool:
-    return time.monotonic() > until
 
 
 def _is_alone(value: Any) -> bool:

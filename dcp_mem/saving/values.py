@@ -40,8 +40,6 @@ class SaveContext:
     name: str
     # What this rank's training loop says of the checkpoint. Rank 0's word counts.
     info: SaveInfo = field(default_factory=SaveInfo)
-    # DCP's exchanges keep the ranks together until `finish`; otherwise the save does
-    is_driven_by_dcp: bool = False
     frozen: TensorRule | None = None  # tells which tensors are declared frozen; None where none are
     has_copies: bool = False  # whether the state dict is a private copy of the caller's
 
