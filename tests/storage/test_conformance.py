@@ -40,7 +40,7 @@ from dcp_mem.storage.routes import open_storage
 from dcp_mem.storage.s3 import S3Storage
 from tests.support.storage.conformance import StorageConformance, upload
 from tests.support.storage.file_systems import fill, mounted_tmpfs
-from tests.support.storage.servers import BlobServer, S3Server, StorageRoot
+from tests.support.storage.servers import BlobServer, GoogleServer, S3Server, StorageRoot
 
 # What adlfs hands to aiohttp; it is the flush's own thread that waits.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
@@ -126,6 +126,22 @@ class TestRadosgwRoute(StorageConformance):
     def opened(self, ceph_bucket: StorageRoot) -> Callable[[], Storage]:
         url = f"{ceph_bucket.url}/{secrets.token_hex(8)}"
         return lambda: S3Storage(url, ceph_bucket.storage_options)
+
+
+@pytest.fixture(scope="module")
+def gs_bucket(google: GoogleServer) -> Iterator[StorageRoot]:
+    """A bucket for all tests of this file, in Google's dialect."""
+    with google.fresh_root() as root:
+        yield root
+
+
+class TestGoogleRoute(StorageConformance):
+    tells_when_uploads_began = False  # moto says 2010, of each
+
+    @pytest.fixture
+    def opened(self, gs_bucket: StorageRoot) -> Callable[[], Storage]:
+        url = f"{gs_bucket.url}/{secrets.token_hex(8)}"
+        return lambda: open_storage(url, gs_bucket.storage_options)
 
 
 class TestMemoryFileSystem(StorageConformance):
