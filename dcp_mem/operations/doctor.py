@@ -93,7 +93,7 @@ def _versions() -> Iterator[Check]:
         yield judged(
             "torch", found, "" if is_tested else "dcp_mem is tested with torch 2.6 to 2.14"
         )
-    packages = {name: _version(name) for name in ("fsspec", "s3fs", "adlfs")}
+    packages = {name: _version(name) for name in ("fsspec", "s3fs", "adlfs", "gcsfs")}
     installed = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
     yield judged("storage packages", installed or "none")
 

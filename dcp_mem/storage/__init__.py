@@ -5,9 +5,9 @@ in which order, and what counts as committed, is decided in `flushing`. This roo
 config and what lies below them. Read its modules in this order: this one (the interface), `routes`
 (which route serves a URL), `destination` (which URLs can take checkpoints at all), `retry`,
 `posix` with `posix_upload` and `posix_paths`, `fsspec_route`, `s3` with `s3_client`, `gcs` (S3's
-route in another dialect), `azure` with `azure_client`, `file_system` and `streams` (shared by routes), `translate`
-(errors), `listing` (what is committed), `leases` (who reads), `snapshot` (for those who look at
-many checkpoints).
+route in another dialect), `azure` with `azure_client`, `file_system` and `streams` (shared by
+routes), `translate` (errors), `listing` (what is committed), `leases` (who reads), `snapshot` (for
+those who look at many checkpoints).
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class S3Storage:
         return True
 
     def _etag_of(self, key: str, data: bytes) -> str | None:
-        """Return what a condition names an object by; None where it isn't these bytes, or is gone."""
+        """Return what a condition names an object by; None where it is gone, or other bytes."""
         try:
             with self._translator.errors(key):
                 answer = self._client.call("get_object", Key=self._path(key))

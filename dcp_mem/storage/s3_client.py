@@ -31,8 +31,8 @@ CONFIG = {
 class S3Client:
     """Requests to one bucket, each sent once (`retry` repeats them), by any number of threads.
 
-    `extra`: arguments that go along with every request that has them. `sends_checksums`: False where
-    the user's configuration is for a storage that takes none.
+    `extra`: arguments that go along with every request that takes them. `sends_checksums`: False
+    where the user's configuration is for a storage that takes none.
     """
 
     copies = Copies.PARTS

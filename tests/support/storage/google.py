@@ -2,9 +2,9 @@
 
 python google.py PORT TOKEN
 
-It is stricter than Google: a request that has a header of Amazon's, bytes without their checksum, or
-another bearer token than the one that it gave out is refused. For gcsfs it answers what its JSON API
-is asked by a reader.
+It is stricter than Google: it refuses a request with a header of Amazon's, with bytes and without
+their checksum, or with another bearer token than the one that it gave out. For gcsfs it answers
+what a reader asks its JSON API for.
 """
 
 import base64
@@ -14,15 +14,18 @@ import json
 import re
 import sys
 import threading
-import xml.etree.ElementTree as Xml
+import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode
 
 from crc32c import crc32c
-from moto.server import DomainDispatcherApplication, create_backend_app
-from moto.moto_server.werkzeug_app import MotoRequestHandler
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
 from werkzeug.serving import run_simple
 from werkzeug.test import Client, run_wsgi_app
 
@@ -126,7 +129,9 @@ class Google:
             path = f"/{bucket}/{quote(key)}"
             if query.get("alt") == ["media"] or environ["RAW_URI"].startswith("/download"):
                 range_ = environ.get("HTTP_RANGE")
-                answer = self._s3.get(path, headers={**_SIGNED, **({"Range": range_} if range_ else {})})
+                answer = self._s3.get(
+                    path, headers={**_SIGNED, **({"Range": range_} if range_ else {})}
+                )
                 return answer.status_code, [("Content-Type", "x/y")], answer.data
             head = self._s3.head(path, headers=_SIGNED)
             if head.status_code != 200:
@@ -135,7 +140,7 @@ class Google:
         asked = {"list-type": "2", "prefix": query.get("prefix", [""])[0]}
         if "delimiter" in query:
             asked["delimiter"] = query["delimiter"][0]
-        listed = Xml.fromstring(self._s3.get(f"/{bucket}?{urlencode(asked)}", headers=_SIGNED).data)
+        listed = ET.fromstring(self._s3.get(f"/{bucket}?{urlencode(asked)}", headers=_SIGNED).data)
         space = {"s3": "http://s3.amazonaws.com/doc/2006-03-01/"}
         items = [
             _item(bucket, _text(one, "Key"), int(_text(one, "Size")))
@@ -145,16 +150,14 @@ class Google:
         return _json({"kind": "storage#objects", "items": items, "prefixes": below})
 
 
-def _text(one: Xml.Element, name: str) -> str:
+def _text(one: ET.Element, name: str) -> str:
     return one.findtext(f"{{http://s3.amazonaws.com/doc/2006-03-01/}}{name}") or ""
 
 
 def _item(bucket: str, key: str, nbytes: int) -> dict[str, str]:
     time = "2026-01-01T00:00:00.000Z"
-    return {
-        **{"bucket": bucket, "name": key, "size": str(nbytes), "id": f"{bucket}/{key}/1"},
-        **{"timeCreated": time, "updated": time, "generation": "1", "storageClass": "STANDARD"},
-    }
+    named = {"bucket": bucket, "name": key, "size": str(nbytes), "id": f"{bucket}/{key}/1"}
+    return named | {"timeCreated": time, "updated": time, "generation": "1"}
 
 
 def _json(value: object, status: int = 200) -> Answer:
