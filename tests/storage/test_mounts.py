@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from dcp_mem import CheckpointExists, State, StorageRefused
+from dcp_mem import CheckpointExists, FlushFailed, State
 from dcp_mem.operations.doctor import examine
 from dcp_mem.storage import Storage
 from dcp_mem.storage.posix import PosixStorage
 from tests.storage.test_agent_kills import serve
-from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.checkpoints.jobs import Job, save, wait_until
 from tests.support.processes.forks import forked
 from tests.support.storage import ways
 from tests.support.storage.conformance import StorageConformance
@@ -130,15 +131,17 @@ def test_the_doctor_names_the_mount_and_the_url_to_use_instead(
     assert checks["storage: conditions"].found.startswith("none")
 
 
-def test_a_mount_that_takes_no_parts_in_any_order_is_refused_when_the_writer_is_made(
-    tmp_path: Path, memory_root: Path
+def test_a_mount_that_takes_no_parts_in_any_order_is_named_by_the_first_save_and_takes_nothing(
+    tmp_path: Path, memory_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     below = tmp_path / "below"
     below.mkdir()
     job = Job(str(tmp_path / "mounted" / "run"), str(memory_root))
-    with (
-        mounted_rclone(tmp_path / "mounted", below),
-        pytest.raises(StorageRefused, match=r"rclone.*the store's own URL"),
-    ):
-        job.writer()
+    with mounted_rclone(tmp_path / "mounted", below), ways.writing(job) as writer:
+        save(writer, 1)
+        assert re.search(
+            r"they stay in this node's memory.*rclone.*the store's own URL", caplog.text
+        )
+        with pytest.raises(FlushFailed, match="the store's own URL"):
+            writer.wait(timeout=60)
     assert [path for path in below.rglob("*") if path.is_file()] == []
