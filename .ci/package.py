@@ -35,6 +35,7 @@ AT_ONCE = 2
 EXTRAS = (
     "azure",
     "deepspeed",
+    "gs",
     "huggingface",
     "lightning",
     "megatron",
@@ -266,15 +267,15 @@ def _link_at(
 @contextmanager
 def _storage(extra: str, away: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Where checkpoints go: for an extra of a store, on a server of that kind."""
-    if extra not in ("azure", "s3"):
+    if extra not in ("azure", "gs", "s3"):
         yield str(away / "run"), {}
         return
     sys.path.insert(0, str(ROOT))
-    from tests.support.storage.servers import running_azurite, running_moto
+    from tests.support.storage.servers import running_azurite, running_google, running_moto
 
     with ExitStack() as stack:
-        running = running_azurite if extra == "azure" else running_moto
-        place = stack.enter_context(stack.enter_context(running()).fresh_root())
+        running = {"azure": running_azurite, "gs": running_google, "s3": running_moto}[extra]
+        place = stack.enter_context(stack.enter_context(running()).fresh_root())  # type: ignore[attr-defined]
         yield place.url, place.storage_options
 
 

@@ -51,7 +51,7 @@ def main(extra: str, root: str, storage_options: dict[str, Any]) -> None:
         _train(root, _trackers(extra), storage_options)
     found = dcp_mem.MemoryStorageReader(root, storage_options=storage_options).recoverable()
     assert found, f"{root} has no checkpoint"
-    if extra not in ("azure", "s3"):  # Their options aren't in the environment.
+    if extra not in ("azure", "gs", "s3"):  # Their options aren't in the environment.
         command = [str(Path(sys.prefix, "bin", "dcp-mem")), "ls", root]
         listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         assert "durable" in listed, listed

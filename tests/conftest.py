@@ -18,14 +18,16 @@ from tests.support.private import private_directory
 from tests.support.seeds import IS_EXPLORING, SEED, VARIABLE
 from tests.support.storage.servers import (
     BlobServer,
+    GoogleServer,
     S3Server,
     StorageRoot,
     running_azurite,
+    running_google,
     running_moto,
     started,
 )
 
-_SERVER_FIXTURES = {"azurite", "moto", "radosgw"}
+_SERVER_FIXTURES = {"azurite", "google", "moto", "radosgw"}
 _LOG_CHARACTERS = 8192
 
 
@@ -150,6 +152,13 @@ def azurite() -> Iterator[BlobServer]:
 def moto() -> Iterator[S3Server]:
     """moto's S3 for the whole session. Tests that make a server fail use `running_moto()`."""
     with started(running_moto) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def google() -> Iterator[GoogleServer]:
+    """Google's dialect of moto for the whole session."""
+    with started(running_google) as server:
         yield server
 
 

@@ -14,6 +14,7 @@ TESTED = {
     "accelerate": ("1.8", "1.16"),
     "adlfs": ("2024.12", "2027"),
     "deepspeed": ("0.14", "0.20"),
+    "gcsfs": ("2024.12", "2027"),
     "lightning": _LIGHTNING,
     "megatron-core": ("0.16", "0.20"),
     "mlflow-skinny": ("3.0", "4"),

@@ -8,6 +8,7 @@ import uuid
 
 from dcp_mem.common.files import own_directory, raise_if_full, read_bytes, settled
 from dcp_mem.common.log import log
+from dcp_mem.common.mounts import mount_of
 from dcp_mem.errors import MemoryRootRefused, MemoryUnavailable
 
 _NODE = ".node"
@@ -20,11 +21,9 @@ def open_root(path: str) -> str:
         raise MemoryUnavailable(path, "it is not writable")
     # It is new as long as no node has its name there; the ranks' secret may come first.
     is_new = not os.path.exists(os.path.join(path, _NODE))
-    if is_new and file_system(path) not in ("tmpfs", "ramfs", "hugetlbfs"):
+    if is_new and (kind := mount_of(path).kind) not in ("tmpfs", "ramfs", "hugetlbfs"):
         log.warning(
-            "memory root %s lies on %s, not on a tmpfs: saves will be as slow as that",
-            path,
-            file_system(path),
+            "memory root %s lies on %s, not on a tmpfs: saves will be as slow as that", path, kind
         )
     return path
 
@@ -51,19 +50,3 @@ def node_id(root: str) -> str:
     except FileNotFoundError:
         # This process may be the first one.
         return settled(path, uuid.uuid4().hex[:12].encode()).decode()
-
-
-def file_system(path: str) -> str:
-    """Return the type of the file system that holds a path; "" where the system doesn't tell."""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
-            mounts = [line.split() for line in stream]
-    except OSError:
-        return ""
-    best, kind = "", ""
-    for fields in mounts:
-        mount = fields[4].replace("\\040", " ")
-        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):
-            best, kind = mount, fields[fields.index("-") + 1]
-    return kind

@@ -16,12 +16,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from dcp_mem.comm.addresses import listening_socket
+from dcp_mem.common.mounts import mount_of
 from dcp_mem.common.values import State
 from dcp_mem.errors import CheckpointExists, DcpMemError, gib
 from dcp_mem.flushing import agent_handle
-from dcp_mem.memory.root import file_system, open_root
+from dcp_mem.memory.root import open_root
 from dcp_mem.operations.inventory import list_jobs
 from dcp_mem.storage import Storage
+from dcp_mem.storage.posix_mounts import native_url
 from dcp_mem.storage.retry import RetryPolicy
 from dcp_mem.storage.routes import open_storage
 
@@ -93,7 +95,7 @@ def _versions() -> Iterator[Check]:
         yield judged(
             "torch", found, "" if is_tested else "dcp_mem is tested with torch 2.6 to 2.14"
         )
-    packages = {name: _version(name) for name in ("fsspec", "s3fs", "adlfs")}
+    packages = {name: _version(name) for name in ("fsspec", "s3fs", "adlfs", "gcsfs")}
     installed = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
     yield judged("storage packages", installed or "none")
 
@@ -122,7 +124,7 @@ def _memory(root: str) -> Iterator[Check]:
         advice = "make its parent directory, or set DCP_MEM_ROOT"
         yield judged("memory root", f"{root} can't be made", advice, Severity.FAIL)
         return
-    kind = file_system(existing)
+    kind = mount_of(existing).kind
     if kind in ("tmpfs", "ramfs", "hugetlbfs"):
         made = "" if existing == root else ", made by the first save"
         yield judged("memory root", f"{root} on {kind}{made}")
@@ -149,7 +151,7 @@ def _huge_pages(path: str) -> Check:
     release = tuple(
         int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdecimal()
     )
-    of_mount = next((option for option in _mount_options(path) if option.startswith("huge=")), "")
+    of_mount = next((option for option in mount_of(path).options if option.startswith("huge=")), "")
     setting = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     chosen = setting.partition("[")[2].partition("]")[0]
     found = ", ".join(
@@ -165,16 +167,6 @@ def _huge_pages(path: str) -> Check:
             "mount a tmpfs with huge=within_size (README): first saves get several times faster"
         )
     return judged("huge pages", found, advice)
-
-
-def _mount_options(path: str) -> list[str]:
-    best, options = "", ""
-    for line in _read("/proc/self/mounts").splitlines():
-        fields = line.split()
-        mount = fields[1].replace("\\040", " ")
-        if (path == mount or path.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
-            best, options = mount, fields[3]
-    return options.split(",")
 
 
 def _container(path: str) -> Check:
@@ -308,6 +300,8 @@ def _storage(url: str, storage_options: Mapping[str, Any]) -> Iterator[Check]:
     except DcpMemError as error:
         yield judged("storage", url, str(error), Severity.FAIL)
         return
+    if os.path.isabs(root):
+        yield _mount(root)
     steps: dict[str, Callable[[], Check | None]] = {
         "storage: list": lambda: judged(
             "storage: list", f"{sum(one.is_directory for one in storage.ls(''))} names"
@@ -331,6 +325,19 @@ def _storage(url: str, storage_options: Mapping[str, Any]) -> Iterator[Check]:
         yield found or judged(name, f"{1000 * (time.monotonic() - started):.0f} ms")
     with contextlib.suppress(DcpMemError):
         storage.delete(key)
+
+
+def _mount(root: str) -> Check:
+    mount, native = mount_of(root), native_url(root)
+    advice = (
+        ""
+        if not mount.program
+        else (
+            "a mount by FUSE: it may have locks on this host alone, and caches of its own. "
+            f"{native or 'The URL of the store itself'} takes less, if it is an object store"
+        )
+    )
+    return judged("storage: mount", f"{mount.kind} at {mount.directory}", advice)
 
 
 def _is_same(storage: Storage, key: str, data: bytes) -> Check | None:

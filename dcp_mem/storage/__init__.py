@@ -4,10 +4,10 @@ A route moves bytes and tries each request once; `retry` repeats what may be rep
 in which order, and what counts as committed, is decided in `flushing`. This room may import format,
 config and what lies below them. Read its modules in this order: this one (the interface), `routes`
 (which route serves a URL), `destination` (which URLs can take checkpoints at all), `retry`,
-`posix` with `posix_upload` and `posix_paths`, `fsspec_route`, `s3` with `s3_client`, `azure` with
-`azure_client`, `file_system` and `streams` (shared by routes), `translate`
-(errors), `listing` (what is committed), `leases` (who reads), `snapshot` (for those who look at
-many checkpoints).
+`posix` with `posix_upload`, `posix_paths` and `posix_mounts`, `fsspec_route`, `s3` with
+`s3_client`, `gcs` (S3's route in another dialect), `azure` with `azure_client`, `file_system` and
+`streams` (shared by routes), `translate` (errors), `listing` (what is committed), `leases` (who
+reads), `snapshot` (for those who look at many checkpoints).
 """
 
 from __future__ import annotations

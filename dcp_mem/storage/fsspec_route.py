@@ -7,7 +7,6 @@ costs more than sending what lies in memory. So only those that are listed here 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -56,8 +55,6 @@ _WITHOUT_DIRECTORIES = {
     "http",
     "https",
 }
-_COPIES_ON_GCS = "DCP_MEM_GCS_COPY"
-"""Variable that allows copies on Google Cloud Storage, which no test has shown."""
 _MOST_FAILED_COPIES = 3
 """In a row: then the storage isn't asked any more. A store may begin a copy, and keep what it has
 of it as an unfinished upload."""
@@ -75,7 +72,6 @@ _COPYING = {
     # Part by part, as the object was put: then a copy has its ETag, an MD5 of all of its parts.
     "s3fs.core.S3FileSystem": ServerCopies(digest="ETag", options={"preserve_etag": True})
 }
-_COPYING_IF_ASKED = {"gcsfs.core.GCSFileSystem": ServerCopies(digest="md5Hash")}  # `rewriteTo`
 
 
 def server_copies_of(cls: type) -> ServerCopies | None:
@@ -84,9 +80,8 @@ def server_copies_of(cls: type) -> ServerCopies | None:
     Not listed: adlfs begins a copy, and doesn't wait for its end; SFTP and FTP have none in fsspec;
     HDFS's, and that of most others, reads and writes.
     """
-    known = {**_COPYING, **(_COPYING_IF_ASKED if os.environ.get(_COPIES_ON_GCS) == "1" else {})}
     classes = (f"{one.__module__}.{one.__qualname__}" for one in cls.__mro__)
-    return next((known[one] for one in classes if one in known), None)
+    return next((_COPYING[one] for one in classes if one in _COPYING), None)
 
 
 class FsspecStorage:

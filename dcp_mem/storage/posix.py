@@ -33,6 +33,7 @@ from dcp_mem.errors import (
     StorageUnavailable,
 )
 from dcp_mem.storage import Entry, FileRefused, FileUnavailable, Source, Unfinished, is_still
+from dcp_mem.storage.posix_mounts import has_links
 from dcp_mem.storage.posix_paths import (
     DESCRIPTORS,
     SEARCHED,
@@ -93,6 +94,7 @@ class PosixStorage:
         self.url = url
         self._directory_mode = directory_mode
         self._has_locks, self._has_proc = True, False
+        self._has_links: bool | None = None  # None: nothing has been written yet
 
     def upload(self, key: str, nbytes: int, source: Source | None = None) -> PosixUpload:
         translated = partial(self._translated, key)
@@ -128,7 +130,7 @@ class PosixStorage:
             staged = f"{path}.{uuid.uuid4().hex[:8]}.new"
             write_atomically(staged, data, sync=True, mode=MODE)
             try:
-                os.link(staged, path)
+                self._name(staged, path)
             except FileExistsError:
                 # On NFS the server may have made the link, and the answer was lost: then the
                 # client's repeated request found it. Two names of our file say so.
@@ -138,16 +140,27 @@ class PosixStorage:
                 remove(staged)
             sync_directory(os.path.dirname(path))
 
+    def _name(self, staged: str, path: str) -> None:
+        """Give a file its name, which must be new. Raises FileExistsError."""
+        if self._has_links:
+            os.link(staged, path)
+            return
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        os.rename(staged, path)
+
     def try_out(self) -> None:
         """Make a file in the directory; where that is missing, a directory above. Neither stays."""
         name = f"trial.{uuid.uuid4().hex[:8]}.tmp"  # as of a put, should it be left
         with self._translated(""):
-            if os.path.isdir(self.url):
+            missing = missing_directories(self.url)
+            has_links(os.path.dirname(missing[-1]) if missing else self.url, self.url)
+            if not missing:
                 with self._at(name) as path:
                     os.close(open_file(path, os.O_RDWR | os.O_CREAT, MODE))
                     os.unlink(path)
                 return
-            above = missing_directories(self.url)[-1]
+            above = missing[-1]
             if os.path.lexists(above):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), above)
             path = os.path.join(os.path.dirname(above), name)
@@ -312,6 +325,10 @@ class PosixStorage:
         if make:
             for made in make_root(self.url):
                 self._set_mode(made)
+            if self._has_links is None:
+                self._has_links = has_links(self.url, self.url)
+                # FUSE mounts without links are object stores: their locks are this host's alone.
+                self._has_locks = self._has_locks and self._has_links
         found = found_again(lambda path: os.open(path, SEARCHED), self.url)
         for part in parts:
             above, path = found, f"{DESCRIPTORS}/{found}/{part}"

@@ -1,4 +1,4 @@
-"""Choose the route for a URL: POSIX, S3, Azure, or fsspec for all others."""
+"""Choose the route for a URL: POSIX, S3, Azure, Google, or fsspec for all others."""
 
 from __future__ import annotations
 
@@ -57,6 +57,10 @@ def _route(url: str) -> Route:
             from dcp_mem.storage.azure import AzureStorage
 
             return AzureStorage
+        if protocol in ("gs", "gcs"):
+            from dcp_mem.storage.gcs import GcsStorage
+
+            return GcsStorage
     except ImportError:
         pass  # fsspec says what to install
     return FsspecStorage

@@ -25,7 +25,7 @@ from dcp_mem.storage import (
     part_nbytes,
 )
 from dcp_mem.storage.file_system import file_system_of
-from dcp_mem.storage.s3_client import S3Client
+from dcp_mem.storage.s3_client import S3Client, by_s3fs
 from dcp_mem.storage.streams import Body, fill
 from dcp_mem.storage.translate import Translator, status_of
 
@@ -42,13 +42,18 @@ _CANT_COPY = {400, 403, 404, 405, 412, 416, 501}
 class S3Storage:
     """A bucket, or a prefix in it, by botocore. Raises NotThisRoute."""
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any],
+        opened: Callable[[Any, str], S3Client] = by_s3fs,
+    ) -> None:
         self.url = url
         self._translator = Translator(url, storage_options, files_are_objects=False)
         with self._translator.errors():
             fs, path = file_system_of(url, storage_options)
             bucket, root, _ = fs.split_path(path)
-            self._client = S3Client(fs, bucket)
+            self._client = opened(fs, bucket)
         self._root = root.rstrip("/")
         self._compares: bool | None = None
 
@@ -208,13 +213,13 @@ class S3Storage:
         return True
 
     def _etag_of(self, key: str, data: bytes) -> str | None:
-        """Return the ETag of an object; None where it isn't these bytes, or is gone."""
+        """Return what a condition names an object by; None where it is gone, or other bytes."""
         try:
             with self._translator.errors(key):
                 answer = self._client.call("get_object", Key=self._path(key))
                 body = answer["Body"]
                 try:
-                    return str(answer["ETag"]) if bytes(body.read()) == data else None
+                    return self._client.identity(answer) if bytes(body.read()) == data else None
                 finally:
                     body.close()
         except StorageKeyMissing:
@@ -232,14 +237,7 @@ class S3Storage:
         path = self._path(key)
         with self._translator.errors():
             for one in self._uploads_of(path):
-                self._abort(path, one["UploadId"])
-
-    def _abort(self, path: str, upload_id: str) -> None:
-        try:
-            self._client.call("abort_multipart_upload", Key=path, UploadId=upload_id)
-        except ClientError as error:
-            if _code(error) != "NoSuchUpload":
-                raise
+                _abort(self._client, path, one["UploadId"])
 
     def _begun_before(self, path: str) -> tuple[str, dict[int, _Part]] | None:
         """Return the newest upload of that very object that can be continued, and its parts."""
@@ -330,7 +328,20 @@ class _S3Upload(Sending):
         self.part_nbytes = part_nbytes(nbytes)
         self._client, self._path, self._nbytes, self._translator = client, path, nbytes, translator
         self._is_done, self._etag, self._source = False, "", source
-        self.copies = Copies.NOTHING if source is None else Copies.PARTS
+        self.copies = Copies.NOTHING if source is None else client.copies
+
+    def copy_whole(self) -> bool:
+        if self._source is None:
+            return False
+        result = self._copied_object(self._source)
+        if result is not None:
+            self._is_done, self._etag = True, _bare(result["ETag"])
+        return self._is_done
+
+    def _copied_object(self, source: _Original) -> Mapping[str, Any] | None:
+        arguments = {**source.arguments(self._client.bucket), **self._client.algorithm()}
+        with self._translator.errors():
+            return _copied(self._client, "copy_object", Key=self._path, **arguments)
 
     def close(self) -> None:
         return
@@ -352,15 +363,7 @@ class OnePart(_S3Upload):
     def copy_part(self, number: int, crc32c: int) -> bool:
         if self._source is None:
             return False
-        algorithm = self._client.algorithm()
-        with self._translator.errors():
-            result = _copied(
-                self._client,
-                "copy_object",
-                Key=self._path,
-                **self._source.arguments(self._client.bucket),
-                **algorithm,
-            )
+        result = self._copied_object(self._source)
         if result is None or not self._source.is_copied(0, crc32c, result):
             return False
         self._is_done, self._etag = True, _bare(result["ETag"])
@@ -453,6 +456,13 @@ class Multipart(_S3Upload):
         self._parts[number] = _Part(result["ETag"], nbytes, _base64(crc32c))
         return True
 
+    def copy_whole(self) -> bool:
+        if not super().copy_whole():
+            return False
+        with self._translator.errors():  # what was begun for parts
+            _abort(self._client, self._path, self._upload_id)
+        return True
+
     def _has(self, found: _Part, number: int, crc32c: int) -> bool:
         """Return whether a part that an earlier attempt has left is what would be copied."""
         assert self._source is not None
@@ -462,7 +472,7 @@ class Multipart(_S3Upload):
     def etag(self) -> str:
         count = part_count(self._nbytes, self.part_nbytes)
         if not self._is_done or len(self._parts) < count:
-            return ""
+            return self._etag if self._client.copies is Copies.WHOLE else ""
         return ",".join([self._etag, *(_bare(self._parts[one].etag) for one in range(count))])
 
     def finish(self) -> None:
@@ -489,7 +499,7 @@ class Multipart(_S3Upload):
 
     def _described(self, number: int) -> dict[str, Any]:
         part = self._parts[number]
-        checksum_of_it = {"ChecksumCRC32C": part.crc32c} if self._client.sends_checksums else {}
+        checksum_of_it = {"ChecksumCRC32C": part.crc32c} if self._client.algorithm() else {}
         return {"PartNumber": number + 1, "ETag": part.etag, **checksum_of_it}
 
     def _take_what_others_sent(self) -> None:
@@ -521,6 +531,14 @@ class Multipart(_S3Upload):
 def _put(client: S3Client, path: str, data: memoryview, crc32c: int, **condition: str) -> Any:
     checksum_of_it = _checksum(client, crc32c)
     return client.call("put_object", Key=path, Body=Body(data), **checksum_of_it, **condition)
+
+
+def _abort(client: S3Client, path: str, upload_id: str) -> None:
+    try:
+        client.call("abort_multipart_upload", Key=path, UploadId=upload_id)
+    except ClientError as error:
+        if _code(error) != "NoSuchUpload":
+            raise
 
 
 def _copied(client: S3Client, method: str, **arguments: Any) -> Mapping[str, Any] | None:

@@ -7,20 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import botocore.session
-import s3fs
 from botocore import UNSIGNED
 from botocore.config import Config
 
 from dcp_mem.common.releases import warn_if_untested
-from dcp_mem.storage import NotThisRoute
+from dcp_mem.storage import Copies, NotThisRoute
 from dcp_mem.storage.file_system import refuse_missing_authorities, trusted_authorities
 from dcp_mem.storage.streams import Body
 
-warn_if_untested("s3fs")
-
 _PIECE = 2 << 20
 _SESSION_ARGUMENTS = {"profile"}
-_CONFIG = {
+CONFIG = {
     "connect_timeout": 10,
     "read_timeout": 60,
     "max_pool_connections": 64,
@@ -34,22 +31,14 @@ _CONFIG = {
 class S3Client:
     """Requests to one bucket, each sent once (`retry` repeats them), by any number of threads.
 
-    Endpoint, credentials, configuration and the extra arguments of requests are those of an s3fs
-    file system. What the environment and its files say is read once, here; botocore fetches
-    credentials again that expire.
-
-    `sends_checksums`: False where the user's configuration is for a storage that takes none. Raises
-    NotThisRoute, Exception.
+    `extra`: arguments that go along with every request that takes them. `sends_checksums`: False
+    where the user's configuration is for a storage that takes none.
     """
 
-    def __init__(self, fs: Any, bucket: str) -> None:
-        if not isinstance(fs, s3fs.S3FileSystem):
-            raise NotThisRoute(f"{type(fs).__name__} isn't s3fs's file system")
-        try:
-            client = _client(fs)
-            self._extra = {**fs.s3_additional_kwargs, **fs.req_kw}
-        except AttributeError as error:
-            raise NotThisRoute(f"this version of s3fs is unknown here ({error})") from None
+    copies = Copies.PARTS
+
+    def __init__(self, client: Any, extra: Mapping[str, Any], bucket: str) -> None:
+        self._extra = dict(extra)
         self.bucket = bucket
         self.sends_checksums = client.meta.config.request_checksum_calculation != "when_required"
         if self.sends_checksums:  # another one would have to be computed as well
@@ -67,6 +56,10 @@ class S3Client:
     def algorithm(self) -> dict[str, str]:
         """Return the arguments by which a request asks for checksums."""
         return {"ChecksumAlgorithm": "CRC32C"} if self.sends_checksums else {}
+
+    def identity(self, answer: Mapping[str, Any]) -> str:
+        """Return what a condition names an object by, which was read."""
+        return str(answer["ETag"])
 
     def call(self, method: str, **arguments: Any) -> Any:
         """Return the answer to a request. Bodies are given as `Body`."""
@@ -86,6 +79,23 @@ class S3Client:
         known = operation.input_shape.members
         extra = {name: value for name, value in self._extra.items() if name in known}
         return {**extra, **arguments, "Bucket": self.bucket}
+
+
+def by_s3fs(fs: Any, bucket: str) -> S3Client:
+    """Return a client with the endpoint, credentials and options of an s3fs file system.
+
+    What the environment and its files say is read once, here; botocore fetches credentials again
+    that expire. Raises NotThisRoute, Exception.
+    """
+    import s3fs  # gs:// does without
+
+    warn_if_untested("s3fs")
+    if not isinstance(fs, s3fs.S3FileSystem):
+        raise NotThisRoute(f"{type(fs).__name__} isn't s3fs's file system")
+    try:
+        return S3Client(_client(fs), {**fs.s3_additional_kwargs, **fs.req_kw}, bucket)
+    except AttributeError as error:
+        raise NotThisRoute(f"this version of s3fs is unknown here ({error})") from None
 
 
 class _Direct:
@@ -140,7 +150,7 @@ def _client(fs: Any) -> Any:
 
 
 def _config(fs: Any) -> Config:
-    given = {**_CONFIG, **fs.config_kwargs, "retries": {"total_max_attempts": 1}}
+    given = {**CONFIG, **fs.config_kwargs, "retries": {"total_max_attempts": 1}}
     # Without this botocore hashes each part with SHA-256, at three times the cost of sending it.
     # The CRC32C that goes along with a part, and TLS, guard its bytes on their way.
     given["s3"] = {"payload_signing_enabled": False, **(fs.config_kwargs.get("s3") or {})}

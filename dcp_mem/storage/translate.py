@@ -110,6 +110,7 @@ _REFUSED_NAMES = {
     "ConfigParseError",
     "InvalidConfigError",
     "UnknownServiceError",
+    "DefaultCredentialsError",
 }
 
 
@@ -183,12 +184,12 @@ def says(error: BaseException | None, *words: str) -> bool:
 
 
 def status_of(error: BaseException | None) -> int:
-    """Return the HTTP status behind an error of botocore, azure-core or aiohttp; 0: none."""
+    """Return the HTTP status behind an error of botocore, azure-core, aiohttp or gcsfs; 0: none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        for name in ("status_code", "status"):
+        for name in ("status_code", "status", "code"):
             value = getattr(error, name, None)
             if isinstance(value, int):
                 return value

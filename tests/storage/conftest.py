@@ -8,7 +8,13 @@ import pytest
 
 from tests.support.storage import ways
 from tests.support.storage.file_systems import mounted_xfs
-from tests.support.storage.servers import BlobServer, S3Server, running_radosgw, started
+from tests.support.storage.servers import (
+    BlobServer,
+    GoogleServer,
+    S3Server,
+    running_radosgw,
+    started,
+)
 
 
 @pytest.fixture(scope="session")
@@ -44,10 +50,19 @@ def abfs_way(azurite: BlobServer) -> Iterator[ways.Way]:
         yield way
 
 
+@pytest.fixture
+def gs_way(google: GoogleServer) -> Iterator[ways.Way]:
+    """A way to a fresh bucket in Google's dialect, on which faults can wait."""
+    with ways.google_way(google) as way:
+        yield way
+
+
 @pytest.fixture(
     params=[
         pytest.param("s3_way", id="s3", marks=pytest.mark.servers),
         pytest.param("abfs_way", id="abfs", marks=pytest.mark.servers),
+        # S3's route in another dialect: test_gcs.py has what differs
+        pytest.param("gs_way", id="gs", marks=[pytest.mark.servers, pytest.mark.variant]),
     ]
 )
 def way(request: pytest.FixtureRequest) -> ways.Way:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.private import private_directory, remove_abandoned
 
-_FOREIGN = ("AWS_", "AZURE_", "DCP_MEM_", "SLURM_", "TORCHELASTIC_")
+_FOREIGN = ("AWS_", "AZURE_", "DCP_MEM_", "GOOGLE_", "SLURM_", "TORCHELASTIC_")
 _KEPT_VARIABLES = {
     "DCP_MEM_AZURITE",
     "DCP_MEM_NIXL_TCP",
@@ -27,6 +27,8 @@ def hermetic_environment() -> Iterator[None]:
             if name.startswith(_FOREIGN) and name not in _KEPT_VARIABLES:
                 patch.delenv(name)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        # Else gcsfs asks for the kind of a bucket by gRPC, which no server of the tests speaks.
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         patch.setenv("DCP_MEM_ROOT", str(default_root))
         for name in ("NO_PROXY", "no_proxy"):
             patch.setenv(name, "127.0.0.1,localhost")

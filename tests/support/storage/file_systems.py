@@ -2,11 +2,17 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.support.processes.launch import TETHER
 
 NOBODY = 65534
 _XFS_NBYTES = 400 << 20
@@ -55,6 +61,48 @@ def mounted_xfs(directory: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", directory], check=True)
         directory.rmdir()
         image.unlink()
+
+
+@contextlib.contextmanager
+def mounted_s3fs(directory: Path, bucket: str, options: Mapping[str, Any]) -> Iterator[int]:
+    """A bucket as s3fs mounts it on a new directory; yields the process that serves it."""
+    directory.mkdir(mode=0o700)
+    keys = directory.with_suffix(".keys")
+    keys.touch(0o600)
+    keys.write_text(f"{options['key']}:{options['secret']}")
+    chosen = f"url={options['endpoint_url']},use_path_request_style,passwd_file={keys},retries=1"
+    with _mounted_by_fuse(directory, ["s3fs", bucket, str(directory), "-f", "-o", chosen]) as pid:
+        yield pid
+
+
+@contextlib.contextmanager
+def mounted_rclone(directory: Path, below: Path) -> Iterator[int]:
+    """A directory as rclone mounts it without a cache: it takes no parts in any order."""
+    directory.mkdir(mode=0o700)
+    command = ["rclone", "mount", str(below), str(directory), "--config", os.devnull]
+    with _mounted_by_fuse(directory, command) as pid:
+        yield pid
+
+
+@contextlib.contextmanager
+def _mounted_by_fuse(directory: Path, command: list[str]) -> Iterator[int]:
+    if shutil.which(command[0]) is None or not os.access("/dev/fuse", os.W_OK):
+        pytest.skip(f"{command[0]} or /dev/fuse is missing: `bash .ci/test` installs it, as root")
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*TETHER, *command], stdout=log, stderr=log)
+        try:
+            for _ in range(600):
+                if os.path.ismount(directory) or process.poll() is not None:
+                    break
+                time.sleep(0.05)
+            if not os.path.ismount(directory):
+                log.seek(0)
+                pytest.skip(f"{command[0]} can't be mounted here: {log.read()[-400:].decode()}")
+            yield process.pid
+        finally:
+            subprocess.run(["umount", "--lazy", directory], check=False, capture_output=True)
+            process.kill()
+            process.wait()
 
 
 def fill(path: Path, spare: int = 0) -> None:

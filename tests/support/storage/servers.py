@@ -1,6 +1,7 @@
 """Storage for the tests: real servers on free loopback ports, and roots on them."""
 
 import contextlib
+import functools
 import http.client
 import os
 import secrets
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,7 +24,10 @@ import botocore.session
 import fsspec
 import pytest
 from azure.storage.blob import BlobServiceClient
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 
+from dcp_mem.storage.routes import open_storage
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job
 from tests.support.processes.launch import TETHER
@@ -31,6 +36,8 @@ from tests.support.storage import ceph, shared_models  # noqa: F401 (importing i
 from tests.support.storage.certificates import Certificates
 
 S = TypeVar("S")
+
+_GOOGLE_TOKEN = "a-token-of-this-server"
 
 _HOST = "127.0.0.1"
 _START_SECONDS = 60.0
@@ -210,6 +217,53 @@ class S3Server(Server):
                 _empty_bucket(client, bucket)
 
 
+@dataclass(frozen=True, slots=True)
+class GoogleServer(Server):
+    """Google's dialect in front of moto, in memory."""
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What gcsfs needs to reach it."""
+        return self.options_at(self.endpoint)
+
+    def options_at(self, endpoint: str) -> dict[str, Any]:
+        """What gcsfs needs to reach it by way of another endpoint, a proxy's."""
+        account = {
+            "type": "service_account",
+            "client_email": "trainer@test.iam.gserviceaccount.com",
+            "private_key": _google_key(),
+            "token_uri": f"{self.endpoint}/token",
+        }
+        return {"token": account, "project": "test", "endpoint_url": endpoint}
+
+    @contextlib.contextmanager
+    def fresh_root(self) -> Iterator[StorageRoot]:
+        """A bucket of its own, emptied at the end."""
+        url = f"gs://{_fresh_name()}"
+        headers = {"Authorization": f"Bearer {_GOOGLE_TOKEN}"}
+        bucket = f"{self.endpoint}/{url.removeprefix('gs://')}"
+        request = urllib.request.Request(bucket, method="PUT", headers=headers)
+        urllib.request.urlopen(request).close()
+        yield StorageRoot(url, self.storage_options)
+        if self.running:
+            storage = open_storage(url, self.storage_options)
+            for one in storage.unfinished(""):
+                storage.drop_unfinished(one.key)
+            for directory, entry in storage.tree(10_000) or ():
+                storage.delete("/".join(filter(None, (directory, entry.name))))
+
+
+@functools.cache
+def _google_key() -> str:
+    """A key that a service account might have."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    ).decode()
+
+
 @contextlib.contextmanager
 def running_azurite(tls: Certificates | None = None) -> Iterator[BlobServer]:
     """A new Azurite, answering by the time this is entered; by TLS where it gets certificates.
@@ -247,6 +301,22 @@ def running_moto(tls: Certificates | None = None) -> Iterator[S3Server]:
     secured = ("--ssl-cert", tls.server, "--ssl-key", tls.key) if tls else ()
     with _running(command, tls) as (endpoint, process):
         yield S3Server(endpoint, process, authority=tls.authority if tls else None)
+
+
+@contextlib.contextmanager
+def running_google() -> Iterator[GoogleServer]:
+    """A new server in Google's dialect, answering by the time this is entered."""
+
+    def command(port: int) -> list[str]:
+        settings = (
+            f"S3_UPLOAD_PART_MIN_SIZE={LEAST_S3_PART}",
+            f"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE={_MOTO_BUFFER}",
+        )
+        program = [sys.executable, str(Path(__file__).with_name("google.py"))]
+        return ["env", *settings, *program, str(port), _GOOGLE_TOKEN]
+
+    with _running(command) as (endpoint, process):
+        yield GoogleServer(endpoint, process)
 
 
 @contextlib.contextmanager

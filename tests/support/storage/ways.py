@@ -42,7 +42,13 @@ from tests.support.storage.proxy import (
     running_proxy,
     s3_error,
 )
-from tests.support.storage.servers import LEAST_S3_PART, BlobServer, S3Server, StorageRoot
+from tests.support.storage.servers import (
+    LEAST_S3_PART,
+    BlobServer,
+    GoogleServer,
+    S3Server,
+    StorageRoot,
+)
 
 Match = Callable[[Request], bool]
 
@@ -75,7 +81,8 @@ class Way:
 
     @property
     def is_s3(self) -> bool:
-        return self.root.url.startswith("s3")
+        """Whether it has S3's requests and errors, as Google's XML API has."""
+        return self.root.url.startswith(("gs", "s3"))
 
     def job(self, memory: Path, root: StorageRoot | None = None) -> Job:
         """The job that goes this way, or to another of the roots, with its memory there."""
@@ -101,6 +108,15 @@ def s3_way(server: S3Server) -> Iterator[Way]:
     with server.fresh_root() as direct, running_proxy(server.endpoint) as proxy:
         root = replace(direct, storage_options=server.options_at(proxy.endpoint))
         timeouts = {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1}}
+        yield Way(proxy, root, _with_options(root, timeouts), direct, S3_STEPS, s3_error)
+
+
+@contextlib.contextmanager
+def google_way(server: GoogleServer) -> Iterator[Way]:
+    """A way to a bucket of its own, in Google's dialect."""
+    with server.fresh_root() as direct, running_proxy(server.endpoint) as proxy:
+        root = replace(direct, storage_options=server.options_at(proxy.endpoint))
+        timeouts = {"requests_timeout": 1}
         yield Way(proxy, root, _with_options(root, timeouts), direct, S3_STEPS, s3_error)
 
 

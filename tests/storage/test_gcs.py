@@ -1,0 +1,130 @@
+"""The route to Google Cloud Storage: what its dialect differs in, on a strict server of it."""
+
+import json
+import logging
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+from dcp_mem import State, StorageRefused
+from dcp_mem.storage.routes import open_storage
+from tests.storage.test_agent_kills import serve, stored_parts
+from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.roundtrip import through_fsspec
+from tests.support.processes.forks import forked
+from tests.support.storage import ways
+from tests.support.storage.proxy import CorruptBody, Delay, LoseAnswer
+from tests.support.storage.ways import LARGE, NAME, Way, assert_whole, load_state, put_into
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.servers,
+    pytest.mark.usefixtures("flush_quickly"),
+]
+
+
+def test_bytes_that_changed_on_their_way_are_refused_by_the_server_and_sent_again(
+    gs_way: Way, memory_root: Path, large: Path
+) -> None:
+    put_into(memory_root, large)
+    for step in ("part", "catalog", "commit"):
+        gs_way.proxy.fail(gs_way.steps[step], CorruptBody(at=3, in_request=True))
+    with ways.writing(gs_way.job(memory_root)) as writer:
+        writer.wait(timeout=60)
+    assert {step: gs_way.asked(step)[0].status for step in ("part", "catalog", "commit")} == {
+        "part": 400,
+        "catalog": 400,
+        "commit": 400,
+    }
+    assert_whole(gs_way, memory_root, 1, LARGE)
+
+
+def test_a_put_whose_answer_was_lost_is_known_by_its_own_bytes(
+    gs_way: Way, memory_root: Path, small: Path
+) -> None:
+    put_into(memory_root, small)
+    gs_way.proxy.fail(gs_way.steps["commit"], LoseAnswer())
+    with ways.writing(gs_way.job(memory_root), overwrite=False) as writer:
+        writer.wait(timeout=60)
+        assert ways.status_of(writer).state is State.DURABLE
+    assert [one.status for one in gs_way.asked("commit")] == [200, 412]
+    assert_whole(gs_way, memory_root, 1)
+
+
+def test_an_agent_killed_after_a_part_is_followed_by_one_that_sends_only_the_rest(
+    gs_way: Way, memory_root: Path, large: Path
+) -> None:
+    put_into(memory_root, large)
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        forked(serve, gs_way.job(memory_root), "flush.part:kill:2")
+    before = stored_parts(gs_way)
+    assert len(before) >= 2
+    gs_way.proxy.reset()
+    assert forked(serve, gs_way.job(memory_root)) == "durable"
+    sent = stored_parts(gs_way)
+    assert not before & sent, "parts that were up were sent again"
+    assert len(before | sent) == 3
+    assert_whole(gs_way, memory_root, 1, LARGE)
+
+
+def test_torchs_own_reader_loads_by_gcsfs_what_was_flushed(
+    gs_way: Way, memory_root: Path, large: Path
+) -> None:
+    put_into(memory_root, large)
+    with ways.writing(gs_way.job(memory_root)) as writer:
+        writer.wait(timeout=60)
+    root = gs_way.root
+    reader = through_fsspec(FsspecReader, f"{root.url}/run/{NAME}", root.storage_options)
+    load_state(reader, 1, LARGE, name=None)
+
+
+def test_a_swap_fails_where_the_object_was_written_anew_meanwhile_with_the_same_bytes(
+    gs_way: Way,
+) -> None:
+    """A generation names what was written; S3's ETag, of the same bytes, would be the same."""
+    through = open_storage(gs_way.root.url, gs_way.root.storage_options)
+    direct = open_storage(gs_way.direct.url, gs_way.direct.storage_options)
+    direct.put("owner", b"one")
+    gs_way.proxy.fail(lambda request: request.method == "PUT", Delay(2.0))
+    with ThreadPoolExecutor(1) as pool:
+        swapped = pool.submit(through.swap, "owner", b"one", b"two")
+        wait_until(lambda: any(one.method == "PUT" for one in gs_way.proxy.requests))
+        direct.put("owner", b"one")
+        assert not swapped.result()
+    assert direct.get("owner") == b"one"
+    assert through.swap("owner", b"one", b"two")
+
+
+def test_a_token_that_google_refuses_is_named_as_such(gs_way: Way) -> None:
+    gs_way.proxy.fail(lambda _: True, gs_way.error(401, "AuthenticationRequired"))
+    with pytest.raises(StorageRefused, match=r"AuthenticationRequired.*credentials"):
+        open_storage(gs_way.root.url, gs_way.root.storage_options).get("key")
+
+
+def test_it_needs_no_s3fs(gs_way: Way) -> None:
+    script = (
+        "import json, sys; sys.modules['s3fs'] = None\n"
+        "from dcp_mem.storage.routes import open_storage\n"
+        "storage = open_storage(sys.argv[1], json.loads(sys.argv[2]))\n"
+        "storage.put('key', b'1'); print(type(storage._storage).__name__, storage.get('key'))"
+    )
+    options = json.dumps(gs_way.direct.storage_options)
+    command = [sys.executable, "-c", script, gs_way.direct.url, options]
+    assert (
+        "GcsStorage b'1'"
+        in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    )
+
+
+@pytest.mark.parametrize("options", [{"session_kwargs": {"trust_env": True}}])
+def test_what_only_gcsfs_can_use_goes_through_gcsfs(
+    gs_way: Way, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    with caplog.at_level(logging.INFO, "dcp_mem"):
+        open_storage(gs_way.direct.url, {**gs_way.direct.storage_options, **options})
+    assert "goes through fsspec" in caplog.text
