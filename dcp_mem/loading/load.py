@@ -28,6 +28,7 @@ from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.planning.entries import first_of
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
+from dcp_mem.runtime.last_saves import note_resumed
 
 
 def load_opened(
@@ -79,8 +80,11 @@ def load_opened(
         if load.request.leaves_record and (load.ranks.rank == 0 or not load.is_collective):
             name_left_out(left_out, planner.objects)
     report = report_of(load, opened, outcome.used, left_out)
-    if load.request.leaves_record and load.ranks.rank == outcome.recorder[1]:
-        record_load(load, report)
+    if load.request.leaves_record:
+        if opened.description.manifest is not None:
+            note_resumed(load.request.settings, opened.description.manifest)
+        if load.ranks.rank == outcome.recorder[1]:
+            record_load(load, report)
     restore_redundancy(load, opened.choice)
     log.info("loaded %s from %s in %.2f s", report.checkpoint_id, report.source, report.seconds)
     return report
