@@ -10,7 +10,7 @@ sends exceptions from rank to rank, and one that doesn't pickle would hang the o
 - Mend storage or the network; training can go on: `StorageRefused`, `FlushFailed`,
   `ReplicationFailed`.
 - Load another checkpoint: `NoRecoverableCheckpoint`, `CheckpointNotFound`, `NotOfOneSave`,
-  `SegmentCorrupt`, `ManifestInvalid`, `SizeRefused`, `StorageKeyMissing`.
+  `SegmentCorrupt`, `ManifestInvalid`, `SizeRefused`, `StorageKeyMissing`, `EntriesMissing`.
 - Decide whether to trust a checkpoint: `UntrustedMetadata`, `UntrustedObject`.
 - Look at another rank: `RankFailed`.
 """
@@ -21,12 +21,15 @@ import functools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
 
 _MOST_LISTED = 10
 """Checkpoints that an error names."""
 _MOST_ITEMS = 5
 """Items of a checkpoint that an error names."""
+_MOST_MISSING, _MOST_COMPARED = 20, 2000
+"""Missing entries that a text names, and the entries among which it looks for close names."""
 MARK = "_dcp_mem_"
 """Prefix of attributes that say whether all ranks raise an error; `comm/agreement.py` sets them."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -310,6 +313,25 @@ class NotOfOneSave(DcpMemError):
             "checkpoint that turned out to be damaged: the state dict isn't of one save. Load into "
             "a new one, or without allow_partial_load"
         )
+
+
+@dataclass(eq=False, repr=False)
+class EntriesMissing(DcpMemError, RuntimeError):
+    """The checkpoint lacks entries that this rank's state dict asks for; nothing was loaded.
+
+    Mend the names, load another checkpoint, or pass `strict=False`, which loads the others.
+    """
+
+    missing: Sequence[str]  # names that the state dict has and the checkpoint lacks; all of them
+    left_out: Sequence[str]  # names that the checkpoint has and the state dict lacks
+
+    def __str__(self) -> str:
+        text = f"Missing key in checkpoint state_dict: {_some(self.missing, _MOST_MISSING)}."
+        known = self.left_out[:_MOST_COMPARED]
+        for name in self.missing[:_MOST_ITEMS]:
+            if close := get_close_matches(name, known, 1):
+                text += f" Did you mean {close[0]} in place of {name}?"
+        return f"{text} strict=False loads what there is, and leaves these as they are."
 
 
 @dataclass(eq=False, repr=False)

@@ -25,6 +25,7 @@ from dcp_mem.format.records import DAMAGE, Record, made
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import Stripe
+from dcp_mem.policy.persistence import Persisted
 
 _MOST = 1 << 50
 """The largest offset or length in a segment."""
@@ -64,6 +65,8 @@ class Manifest(Record):
     # Where the save made the checkpoint's directory on storage: the identity (`Entry.identity`) of
     # the `.metadata` that lay there then, "" for none. None where it made none.
     replaces: str | None = None
+    # how far the counts of `persist=` were; None where it has chosen no save yet
+    persisted: Persisted | None = None
 
     @property
     def number(self) -> SaveNumber:

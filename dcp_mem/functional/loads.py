@@ -37,7 +37,7 @@ from dcp_mem.functional.stateful import (
     taking_part,
 )
 from dcp_mem.loading.dcp_takeover import why_not_own_plan
-from dcp_mem.loading.load import name_left_out
+from dcp_mem.loading.load import casts_of, name_casts, name_left_out, name_missing
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.refusing_planners import RefusingLoadPlanner
 from dcp_mem.planning.tensor_choice import TensorChoice
@@ -54,6 +54,7 @@ def load(
     no_dist: bool = False,
     weights_only: bool = True,
     skip: TensorChoice | None = None,
+    strict: bool = True,
 ) -> None:
     """Load into a state dict, in place, as `torch.distributed.checkpoint.load` does.
 
@@ -73,12 +74,15 @@ def load(
         skip: Tensors that this rank has already, as a frozen base that was loaded from elsewhere:
             names or patterns ("model.base.*") of the flattened state dict, or a function of name
             and tensor. They stay as they are, and the checkpoint may lack them.
+        strict: False loads what there is: what the checkpoint lacks stays as it is. The reader's
+            report has the names, `missing` and `left_out`, of all ranks together.
 
     Raises:
-        ConfigError: state_dict is no dict, or storage_reader no reader; skip= is of another kind,
-            or given with a planner of one's own.
+        ConfigError: state_dict is no dict, or storage_reader no reader; skip= is of another kind;
+            skip= or strict=False is given with a planner of one's own.
         CheckpointException: The load has failed, on all ranks, as from dcp.load. Its `failures`
-            have this rank's own error, and a RankFailed for each other rank that failed.
+            have this rank's own error, and a RankFailed for each other rank that failed. The error
+            is EntriesMissing where the checkpoint lacks what this rank asks for.
         Exception: A stateful object's `state_dict` or `load_state_dict` raised it on this rank.
     """
     refuse_other_kind(
@@ -95,6 +99,7 @@ def load(
         room_for=room_makers(ordered),
         objects=objects_of(ordered),
         skip=skip,
+        strict=strict,
     )
     if planner is None:
         planner = usual()
@@ -113,7 +118,7 @@ def load(
         if not isinstance(storage_reader, MemoryStorageReader):
             why = "the storage_reader isn't a MemoryStorageReader"
             log_once(f"dcp_mem.load leaves loads to dcp.load: {why}")
-        made = attempt(partial(_checked, states, planner, skip))
+        made = attempt(partial(_checked, states, planner, skip, strict=strict))
         loaded = made.value if made.error is None else {}
         restrictions: AbstractContextManager[None] = nullcontext()
         if isinstance(storage_reader, MemoryStorageReader):
@@ -130,6 +135,9 @@ def load(
         if isinstance(planner, LocalLoadPlanner) and (no_dist or not dist.is_initialized()):
             # Of several ranks, each needn't load all; only our own reader has them compare.
             name_left_out(planner.names_of(planner.left_out()), planner.objects)
+            if not isinstance(storage_reader, MemoryStorageReader):
+                name_missing(planner.missing)
+                name_casts(len(planner.casts), casts_of(planner))
     if isinstance(planner, LocalLoadPlanner):
         planner.take_out_lacking()
     _put_into(state_dict, loaded, keys)
@@ -142,6 +150,7 @@ def load_or_raise_cause(
     planner: LoadPlanner | None = None,
     weights_only: bool = True,
     skip: TensorChoice | None = None,
+    strict: bool = True,
     **call: Unpack[CallOptions],
 ) -> None:
     """Load as `load` does, and raise dcp_mem's errors as they are: no CheckpointException.
@@ -157,14 +166,18 @@ def load_or_raise_cause(
             planner=planner,
             weights_only=weights_only,
             skip=skip,
+            strict=strict,
             **call,
         )
 
 
-def _checked(states: States, planner: LoadPlanner, skip: TensorChoice | None) -> dict[str, Any]:
+def _checked(
+    states: States, planner: LoadPlanner, skip: TensorChoice | None, *, strict: bool
+) -> dict[str, Any]:
     """Return the state dict to load into; refuse what its planner can't leave out."""
-    if skip is not None and not isinstance(planner, LocalLoadPlanner):
-        raise ConfigError("skip= needs dcp_mem's planner or torch's default one")
+    if not isinstance(planner, LocalLoadPlanner) and (skip is not None or not strict):
+        option = "skip=" if skip is not None else "strict=False"
+        raise ConfigError(f"{option} needs dcp_mem's planner or torch's default one")
     return states.make()
 
 

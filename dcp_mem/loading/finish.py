@@ -62,8 +62,11 @@ class RecoveryReport:
     # each.
     sources: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    # names of the checkpoint's entries below a loaded one that no rank has loaded
+    # names of the checkpoint's entries below a loaded one that no rank has loaded; of all that no
+    # rank has loaded with strict=False
     left_out: tuple[str, ...] = ()
+    # with strict=False, names of the state dict's entries that the checkpoint lacks, on any rank
+    missing: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +75,11 @@ class RecoveryReport:
 
 
 def report_of(
-    load: LoadAttempt, opened: OpenCheckpoint, used: Counter[str], left_out: Sequence[str]
+    load: LoadAttempt,
+    opened: OpenCheckpoint,
+    used: Counter[str],
+    left_out: Sequence[str],
+    missing: Sequence[str],
 ) -> RecoveryReport:
     """Return the report of a load that has just ended.
 
@@ -91,6 +98,7 @@ def report_of(
         sources=sources,
         metrics=opened.description.metrics,
         left_out=tuple(left_out),
+        missing=tuple(missing),
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -28,6 +29,7 @@ from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.planning.entries import first_of
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
+from dcp_mem.runtime.last_saves import note_resumed
 
 
 def load_opened(
@@ -78,9 +80,14 @@ def load_opened(
         left_out = planner.names_of(outcome.left_out)
         if load.request.leaves_record and (load.ranks.rank == 0 or not load.is_collective):
             name_left_out(left_out, planner.objects)
-    report = report_of(load, opened, outcome.used, left_out)
-    if load.request.leaves_record and load.ranks.rank == outcome.recorder[1]:
-        record_load(load, report)
+            name_missing(outcome.missing)
+            name_casts(len(planner.names_of(outcome.is_cast)), outcome.casts)
+    report = report_of(load, opened, outcome.used, left_out, sorted(outcome.missing))
+    if load.request.leaves_record:
+        if opened.description.manifest is not None:
+            note_resumed(load.request.settings, opened.description.manifest)
+        if load.ranks.rank == outcome.recorder[1]:
+            record_load(load, report)
     restore_redundancy(load, opened.choice)
     log.info("loaded %s from %s in %.2f s", report.checkpoint_id, report.source, report.seconds)
     return report
@@ -98,6 +105,32 @@ def name_left_out(names: Sequence[str], objects: Mapping[str, str]) -> None:
     if others:
         log_once(f"the checkpoint has entries that the state dict lacks: {first_of(others)}")
 
+
+def name_missing(names: Collection[str]) -> None:
+    """Say what the checkpoint lacks, in a load that isn't strict."""
+    if names:
+        text = "the checkpoint lacks entries of the state dict, which stay as they are: %s"
+        log.warning(text, first_of(sorted(names)))
+
+
+def name_casts(count: int, casts: Sequence[tuple[str, str, str]]) -> None:
+    """Say which tensors are loaded in another dtype than they were saved in: one line a load."""
+    if casts:
+        shown = [f"{name} ({saved} to {wanted})" for name, saved, wanted in casts[:_MOST_CASTS]]
+        more = f", … ({count} in all)" if count > len(shown) else ""
+        log.warning("tensors are cast as they are loaded: %s%s", ", ".join(shown), more)
+
+
+def casts_of(planner: LocalLoadPlanner) -> list[tuple[str, str, str]]:
+    """Return the first of the tensors that this rank loads in another dtype."""
+    first = heapq.nsmallest(_MOST_CASTS, planner.casts.items())
+    return [
+        (name, saved.removeprefix("torch."), wanted.removeprefix("torch."))
+        for name, (saved, wanted) in first
+    ]
+
+
+_MOST_CASTS = 5
 
 # -- reading ---------------------------------------------------------------------------------------
 
@@ -141,7 +174,9 @@ def _read_together(
     with collector_paused():
         read = attempt(lambda: read_items(reading, group))
     text, damaged = _failure_text(read.error), _damaged_in_memory(load, opened, read.error)
-    left_out = attempt(planner.left_out if isinstance(planner, LocalLoadPlanner) else bytes)
+    local = planner if isinstance(planner, LocalLoadPlanner) else None
+    left_out = attempt(bytes if local is None else local.left_out)
+    is_cast = attempt(bytes if local is None else local.cast_bits)
     rank = load.ranks.rank
     own = _Outcome(
         failures=((rank, text),) if text else (),
@@ -151,10 +186,19 @@ def _read_together(
         recorder=(load.memory is None, rank),
         left_out=left_out.value if left_out.error is None else b"",
         may_pass=isinstance(read.error, SegmentCorrupt) and read.error.may_pass,
+        missing=frozenset() if local is None else frozenset(local.missing),
+        is_cast=is_cast.value if is_cast.error is None else b"",
+        casts=() if local is None else tuple(casts_of(local)),
     )
     joined = load.ranks.all_reduce(own, _Outcome.join)
     if not load.is_collective:  # each rank has read a checkpoint of its own
-        joined = replace(joined, left_out=own.left_out)
+        joined = replace(
+            joined,
+            left_out=own.left_out,
+            missing=own.missing,
+            is_cast=own.is_cast,
+            casts=own.casts,
+        )
     return _ReadResult(joined, read.error)
 
 
@@ -176,6 +220,9 @@ class _Outcome:
     recorder: tuple[bool, int]
     left_out: bytes  # a bit for each entry below a loaded one that none of these ranks loads
     may_pass: bool  # whether some rank couldn't read just now what may be whole
+    missing: frozenset[str]  # what some rank's state dict has, and the checkpoint lacks
+    is_cast: bytes  # a bit for each entry that some rank loads in another dtype; b"" for none
+    casts: tuple[tuple[str, str, str], ...]  # name and dtypes of the first of them
 
     @property
     def is_damage(self) -> bool:
@@ -204,7 +251,15 @@ class _Outcome:
             recorder=min(self.recorder, other.recorder),
             left_out=bytes(map(operator.and_, self.left_out, other.left_out)),
             may_pass=self.may_pass or other.may_pass,
+            missing=self.missing | other.missing,
+            is_cast=_either(self.is_cast, other.is_cast),
+            casts=tuple(sorted({*self.casts, *other.casts})[:_MOST_CASTS]),
         )
+
+
+def _either(one: bytes, other: bytes) -> bytes:
+    """Return the bits that either has."""
+    return bytes(map(operator.or_, one, other)) if one and other else one or other
 
 
 def _failure_text(error: Exception | None) -> str:

@@ -273,6 +273,7 @@ class CheckpointManager:
         *,
         weights_only: bool = True,
         skip: TensorChoice | None = None,
+        strict: bool = True,
     ) -> int | None:
         """Load the newest whole checkpoint, or that of a step, into the state.
 
@@ -281,6 +282,9 @@ class CheckpointManager:
             step: The step to load; None for the newest.
             weights_only: As in `dcp_mem.load`.
             skip: As in `dcp_mem.load`.
+            strict: False loads what there is, and leaves as it is what the checkpoint lacks, such
+                as optimizers that it was saved without. `report()` has the names: `missing`, and
+                `left_out` of what the state lacks.
 
         Returns:
             The step that was loaded; None, with nothing changed, if there is no checkpoint at all.
@@ -289,6 +293,8 @@ class CheckpointManager:
             NoRecoverableCheckpoint: There are checkpoints, and none can be loaded. (It raises, so
                 that training doesn't start from nothing over them.)
             CheckpointNotFound: The step that was asked for isn't there.
+            EntriesMissing: The checkpoint lacks what this rank's state asks for. Other ranks raise
+                a RankFailed.
         """
         name = None if step is None else f"step-{_number(step)}"
         self._finish_begun()
@@ -305,6 +311,7 @@ class CheckpointManager:
                     process_group=self._process_group,
                     weights_only=weights_only,
                     skip=skip,
+                    strict=strict,
                 )
             except NoRecoverableCheckpoint as error:
                 if isinstance(error, CheckpointNotFound) or error.reasons:

@@ -26,6 +26,9 @@ class SavedEntry:
     dtype: torch.dtype | None = None
 
 
+Casts = Mapping[str, tuple[str, str]]
+"""By name, the dtypes in which a tensor was saved and is loaded, where they differ."""
+
 RoomFor = Callable[[SavedEntry], Any]
 """Returns what to load an entry into that the state dict lacks or has otherwise: a tensor, or
 anything for a value that is no tensor; None for an entry that is another rank's to load, and
@@ -89,14 +92,17 @@ class SavedEntries:
     def left_out(
         self, containers: Collection[str], loaded: Collection[str], others: Collection[str]
     ) -> bytes:
-        """Return a bit for each entry below these keys that nothing loads."""
-        below = tuple(f"{key}." for key in containers)
-        return np.packbits(
-            [
-                name.startswith(below) and name not in loaded and name not in others
-                for name in self.names
-            ]
-        ).tobytes()
+        """Return a bit for each entry below these keys that nothing loads; "" stands for all."""
+        below = tuple(f"{key}." if key else "" for key in containers)
+        return self.bits(
+            name.startswith(below) and name not in loaded and name not in others
+            for name in self.names
+        )
+
+    @staticmethod
+    def bits(flags: Iterable[bool]) -> bytes:
+        """Return a bit for each entry."""
+        return np.packbits(list(flags)).tobytes()
 
     def of_bits(self, bits: bytes) -> list[str]:
         """Return the names whose bits are set."""
@@ -144,6 +150,18 @@ def unlike_metadata(leaves: Mapping[str, Any], metadata: Metadata) -> set[str]:
             look = (known.size, known.properties.dtype) if is_tensor else None
             if look != _look_of(leaf):
                 found.add(name)
+    return found
+
+
+def casts_from_metadata(leaves: Mapping[str, Any], metadata: Metadata) -> Casts:
+    """Return the tensors that the metadata has in another dtype than the leaves."""
+    found = {}
+    for name, leaf in leaves.items():
+        known, look = metadata.state_dict_metadata.get(name), _look_of(leaf)
+        if look is not None and isinstance(known, TensorStorageMetadata):
+            saved, wanted = known.properties.dtype, look[1]
+            if saved != wanted:
+                found[name] = str(saved), str(wanted)
     return found
 
 

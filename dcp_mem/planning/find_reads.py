@@ -18,6 +18,7 @@ from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.chunk_index import Boxes, ChunkIndex, Overlaps
+from dcp_mem.planning.entries import Casts
 from dcp_mem.planning.plain_tensors import HOST, sources_of
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
 from dcp_mem.planning.reads import DirectRead, ItemRead, Reads
@@ -71,6 +72,7 @@ def find_reads(
         rest=partial(items, is_direct),
         items_beside_host=partial(items, is_on_host),
         everything=partial(items, np.zeros_like(is_direct)),
+        casts=tensors.casts(),
     )
 
 
@@ -216,6 +218,39 @@ class _Tensors:
         """Of each overlap, the index of its tensor's properties in the catalog."""
         return self.locations.catalog.properties[self.entry[self.overlaps.wanted]]
 
+    @cached_property
+    def _is_cast(self) -> Bools:
+        """Of each overlap, whether it is loaded in another dtype than it was saved in."""
+        saved, wanted = self.locations.catalog.table, self.plan.table
+        numbers = {
+            name: number
+            for number, name in enumerate(dict.fromkeys(one.dtype for one in (*saved, *wanted)))
+        }
+        dtype_saved, dtype_wanted = (
+            np.array([numbers[one.dtype] for one in table], np.int64) for table in (saved, wanted)
+        )
+        wanted_as = self.plan.properties[self.rows[self.overlaps.wanted]]
+        is_cast: Bools = dtype_saved[self._kinds] != dtype_wanted[wanted_as]
+        return is_cast
+
+    def casts(self) -> Casts:
+        """Return the tensors that are loaded in another dtype than they were saved in."""
+        cast = np.flatnonzero(self._is_cast)
+        rows = self.rows[self.overlaps.wanted[cast]]
+        saved, wanted = self.locations.catalog.table, self.plan.table
+        return {
+            self.plan.names[name]: (
+                str(dtype_named(saved[kind].dtype)),
+                str(dtype_named(wanted[wanted_as].dtype)),
+            )
+            for name, kind, wanted_as in zip(
+                self.plan.name[rows].tolist(),
+                self._kinds[cast].tolist(),
+                self.plan.properties[rows].tolist(),
+                strict=True,
+            )
+        }
+
     def _payloads(self, rows: Ints) -> Ints:
         """Return offset and bytes of these rows' payloads; the offset is -1 where there is none."""
         found = self.locations.rows
@@ -227,14 +262,7 @@ class _Tensors:
 
         It can if a chunk is wanted just as it was saved, in memory that its bytes can be read into.
         """
-        overlaps, saved, wanted = self.overlaps, self.locations.catalog.table, self.plan.table
-        numbers = {
-            name: number
-            for number, name in enumerate(dict.fromkeys(one.dtype for one in (*saved, *wanted)))
-        }
-        dtype_saved, dtype_wanted = (
-            np.array([numbers[one.dtype] for one in table], np.int64) for table in (saved, wanted)
-        )
+        overlaps, saved = self.overlaps, self.locations.catalog.table
         itemsize = np.array([dtype_named(one.dtype).itemsize for one in saved], np.int64)
         payload_offset, payload_nbytes = self._payloads(overlaps.row)
         is_whole: Bools = (overlaps.extent == self.wanted.extent[overlaps.wanted]).all(axis=1)
@@ -242,10 +270,7 @@ class _Tensors:
         is_whole &= (payload_offset >= 0) & (
             payload_nbytes == overlaps.extent.prod(axis=1) * itemsize[self._kinds]
         )
-        is_whole &= (
-            dtype_saved[self._kinds]
-            == dtype_wanted[self.plan.properties[self.rows[overlaps.wanted]]]
-        )
+        is_whole &= ~self._is_cast
         is_whole &= self.addresses[overlaps.wanted] != _NOT_PLAIN
         return is_whole
 

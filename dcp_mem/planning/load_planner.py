@@ -20,14 +20,16 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from dcp_mem.errors import UntrustedObject
+from dcp_mem.errors import EntriesMissing, UntrustedObject
 from dcp_mem.format.catalog import BYTES, Catalog, Extent, Path
 from dcp_mem.format.saved_streams import read_stream, why_refused
 from dcp_mem.planning import torch_rules
 from dcp_mem.planning.entries import (
     NO_ENTRIES,
+    Casts,
     RoomFor,
     SavedEntries,
+    casts_from_metadata,
     set_entry,
     unlike_catalog,
     unlike_metadata,
@@ -56,7 +58,9 @@ class LocalLoadPlanner(DefaultLoadPlanner):
     whose values are the states of objects, each with what to do where the checkpoint has more below
     it; "" for nothing in particular. `skip`: tensors that stay as they are, whatever the checkpoint
     has; None: none. A wrong one is told by the first plan, where all ranks hear of it.
-    `lacking_names`: optional entries of the state dict that the checkpoint lacks.
+    `strict`: False leaves all entries as they are that the checkpoint lacks. `lacking_names`:
+    optional entries that the checkpoint lacks, and that leave the state dict. `missing`: without
+    `strict`, all entries that it lacks. `casts`: tensors that are loaded in another dtype.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         room_for: RoomFor | None = None,
         objects: Mapping[str, str] | None = None,
         skip: TensorChoice | None = None,
+        strict: bool = True,
     ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self.weights_only, self.objects = weights_only, objects or {}
@@ -75,6 +80,9 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         self._skip = repeatable(skip)
         self._lacking: list[Path] = []
         self.lacking_names: Collection[str] = ()
+        self.strict = strict
+        self.missing: Collection[str] = ()
+        self.casts: Casts = {}
         self._is_by_catalog = False
         self._known: Collection[str] = ()
         self._begin(lambda: NO_ENTRIES, ())
@@ -93,7 +101,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
 
         `tails`: by rank, offset and length of each item of its tail. `into_devices`: whether direct
         reads may go into the memory of CUDA devices. Returns what to read; None for what torch has
-        to plan.
+        to plan. Raises EntriesMissing.
         """
         self._is_by_catalog = False
         try:
@@ -112,7 +120,8 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         if skipped:
             described.leave_out(skipped)
         wanted = described.plan
-        lacking = self._find_lacking(wanted.names, catalog.entry_names)
+        path_of = dict(zip(wanted.names, wanted.paths, strict=True))
+        lacking = self._find_lacking(path_of, catalog.entry_names)
         if lacking:
             described.leave_out(lacking)
         plan = described.plan
@@ -125,18 +134,20 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             into_devices=into_devices,
         )
         if found is None:
+            self._refuse_missing(plan.names, catalog.entry_names())
             return None
-        self._is_by_catalog, self.lacking_names = True, lacking
+        self._is_by_catalog, self.casts = True, found.casts
         self._loads_all = len(plan.names) == np.count_nonzero(catalog.properties >= BYTES)
-        paths = dict(zip(wanted.names, wanted.paths, strict=True)) if lacking else {}
-        self._lacking = [paths[name] for name in lacking]
         self.original_state_dict = state
         self.mappings = dict(zip(plan.names, plan.paths, strict=True))
         self.state_dict = dict(zip(plan.names, described.leaves, strict=True))
         return found
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan by DCP's metadata, as torch does, without optional entries that it lacks."""
+        """Plan by DCP's metadata, as torch does, without entries that it may lack.
+
+        Raises EntriesMissing.
+        """
         metadata, leaves = self.metadata, self.state_dict
         assert metadata is not None
         skipped = chosen_names(self._rule(), leaves, leaves.values())
@@ -150,16 +161,28 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             left = {name: entry for name, entry in known.items() if name not in skipped}
             metadata = self.metadata = replace(metadata, state_dict_metadata=left)
         lacking = self._find_lacking(
-            self.state_dict.keys() - skipped, lambda: metadata.state_dict_metadata
+            {name: self.mappings[name] for name in self.state_dict if name not in skipped},
+            lambda: metadata.state_dict_metadata,
         )
-        self.lacking_names = lacking
-        self._lacking = [self.mappings[name] for name in lacking]
         self.state_dict = {
             name: leaf
             for name, leaf in self.state_dict.items()
             if name not in lacking and name not in skipped
         }
-        return super().create_local_plan()
+        try:
+            plan = super().create_local_plan()
+        except RuntimeError:
+            self._refuse_missing(self.state_dict, metadata.state_dict_metadata)
+            raise
+        self.casts = casts_from_metadata(self.state_dict, metadata)
+        return plan
+
+    def _refuse_missing(self, wanted: Iterable[str], known: Iterable[str]) -> None:
+        """Raise EntriesMissing where names are wanted that aren't known, and may not be missing."""
+        missing = set(wanted).difference(known)
+        if missing and not self.allow_partial_load:
+            more = set(self._saved().names).difference(self._known, self._others)
+            raise EntriesMissing(sorted(missing), sorted(more))
 
     def _begin(self, saved: Callable[[], SavedEntries], known: Collection[str]) -> None:
         """Begin with a checkpoint, of which a state dict has the known entries."""
@@ -178,12 +201,22 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         return bool(made)
 
     def left_out(self) -> bytes:
-        """Return a bit for each entry of the checkpoint below a loaded one that nothing loads."""
+        """Return a bit for each entry of the checkpoint that nothing loads.
+
+        With `strict`, for those below a loaded one.
+        """
         if self._loads_all:
             return b""
         state = self.original_state_dict
         containers = [key for key, value in state.items() if is_container(value)]
+        containers = containers if self.strict else [""]
         return self._saved().left_out(containers, set(self._known), self._others)
+
+    def cast_bits(self) -> bytes:
+        """Return a bit for each entry of the checkpoint that is loaded in another dtype."""
+        if not self.casts:
+            return b""
+        return SavedEntries.bits(name in self.casts for name in self._saved().names)
 
     def names_of(self, bits: bytes) -> list[str]:
         """Return the entries whose bits are set."""
@@ -199,16 +232,32 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             del entries[last]
 
     def _find_lacking(
-        self, wanted: Iterable[str], known: Callable[[], Collection[str]]
+        self, wanted: Mapping[str, Path], known: Callable[[], Collection[str]]
     ) -> Collection[str]:
-        """Return the optional ones of these names that aren't known.
+        """Return the names that aren't known and needn't be; note which leave the state dict.
 
-        `known` is called only if any is optional.
+        `known` is called only if there may be any. Without `strict`, an object keeps its optional
+        entries where the checkpoint has nothing of that kind, such as optimizers.
         """
         may_lack = self._made.intersection(wanted)
         if self._optional is not None:
             may_lack.update(filter(self._optional, wanted))
-        return may_lack.difference(known()) if may_lack else ()
+        self.missing, self.lacking_names, self._lacking = (), (), []
+        if self.strict and not may_lack:
+            return ()
+        there = known()
+        lacking = may_lack.difference(there)
+        leaving, left = lacking, set(lacking)
+        if not self.strict:
+            left = set(wanted).difference(there)
+            kinds = {name: f"{'.'.join(map(str, wanted[name][:3]))}." for name in lacking}
+            found = {
+                kind for kind in set(kinds.values()) if any(one.startswith(kind) for one in there)
+            }
+            leaving = {name for name in lacking if name in self._made or kinds[name] in found}
+            self.missing = left - self._made
+        self.lacking_names, self._lacking = leaving, [wanted[name] for name in leaving]
+        return left
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the tensor to read into: the whole local one where that is what the item fills."""

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_mem.format.catalog import Ints
+from dcp_mem.planning.entries import Casts
 from dcp_mem.planning.plain_tensors import HOST
 
 Saved = tuple[torch.dtype, torch.Size]
@@ -66,7 +67,7 @@ class Reads:
     """All that one rank reads.
 
     `rest`: what `payloads` lack. `items_beside_host`: what `payloads` that go into this process's
-    memory lack. `everything`: all, as items.
+    memory lack. `everything`: all, as items. `casts`: tensors that are loaded in another dtype.
     """
 
     files: Sequence[str]
@@ -74,6 +75,7 @@ class Reads:
     rest: Callable[[], Sequence[ItemRead]]
     items_beside_host: Callable[[], Sequence[ItemRead]]
     everything: Callable[[], Sequence[ItemRead]]
+    casts: Casts
 
     def direct_reads(self, *, on_host: bool = False) -> Iterator[tuple[str, DirectRead]]:
         """Yield the name of each segment and its direct reads, in the order of their offsets.

@@ -1,13 +1,17 @@
 """Decide which saves go to storage.
 
-Decided from the saves, seconds and steps since the last save that went there. The rules:
+Decided from the saves, seconds and steps since the last save that the policy chose. The rules:
 
-1. The first save goes to storage, unless none ever does.
+1. The job's first save goes to storage, unless none ever does.
 2. So does every save that has reached one of the policy's limits.
+3. Each manifest says how far the counts were at its save. A job goes on from those of the save that
+   it continues: its own last one, or the one that it has resumed from. No clock of another machine
+   takes part: the time between the last save of a run and the next run isn't counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcp_mem.errors import ConfigError
@@ -15,7 +19,7 @@ from dcp_mem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """The time since a save last went to storage, in three units."""
+    """The time since the policy last chose a save, in three units."""
 
     saves: int  # saves since then, the one in question included
     seconds: float
@@ -24,10 +28,60 @@ class Since:
 
 
 @dataclass(frozen=True, slots=True)
+class Persisted:
+    """How far a job's counts were at one of its saves, as the save's manifest says."""
+
+    saves: int = 0  # saves since the one that the policy last chose; 0: it chose this one
+    seconds: float = 0.0  # seconds since then, as far as processes of the job have measured them
+    step: int | None = None  # training step of the one that it chose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedSave:
+    """A save that the next one may go on counting from."""
+
+    name: str
+    step: int | None
+    persisted: Persisted | None  # None where the policy has chosen no save yet
+    at: float  # when this process made or loaded it, by the monotonic clock
+
+    def is_repeated_by(self, name: str, step: int | None) -> bool:
+        """Return whether a save makes this one again, as after a restart from it."""
+        return step is not None and (name, step) == (self.name, self.step)
+
+    def next(self, name: str, step: int | None, now: float) -> Persisted | None:
+        """Return how far the counts are at the next save, if the policy doesn't choose that."""
+        known = self.persisted
+        if known is None:
+            return None
+        saves = known.saves + (not self.is_repeated_by(name, step))
+        return Persisted(saves, round(known.seconds + max(0.0, now - self.at), 3), known.step)
+
+
+def count_from(
+    own: CountedSave | None, resumed: Sequence[CountedSave], step: int | None
+) -> CountedSave | None:
+    """Return the save that one of this step continues; None where the job counts anew.
+
+    That is the one with the latest step up to this one: a job that has gone back to an older step
+    counts from there, and one that has only looked at an older checkpoint doesn't. Where nobody
+    told steps, it is the process's own last save, or else what it has loaded last.
+
+    `own`: the last save of this process. `resumed`: what it has loaded since, in order.
+    """
+    known = [*resumed, *([own] if own is not None else [])]
+    if step is None or not any(one.step is not None for one in known):
+        return known[-1] if known else None
+    before = [one for one in known if one.step is not None and one.step <= step]
+    return max(before, key=lambda one: one.step or 0, default=own)
+
+
+@dataclass(frozen=True, slots=True)
 class Persist:
-    """A policy that persists the first save, and each one far enough behind the last persisted.
+    """A policy that persists the first save, and each one far enough behind the last it chose.
 
     With several limits, the one that is reached first counts; with none, nothing is persisted.
+    Counts go on across restarts, and saves that were persisted for other reasons don't move them.
 
     Attributes:
         saves: Persist after so many saves; 1 persists every save.
@@ -48,7 +102,7 @@ class Persist:
         """Tell whether a save goes to storage.
 
         Args:
-            since: How long ago the last persisted save was; None where there was none.
+            since: How long ago the last chosen save was; None where there was none.
             step: Training step of the save, where it was told.
 
         Raises:
@@ -73,9 +127,29 @@ class Persist:
         )
         return by_saves or by_seconds or by_steps
 
+    def count(
+        self, before: CountedSave | None, name: str, step: int | None, now: float
+    ) -> tuple[bool, Persisted | None]:
+        """Tell whether a save goes to storage, and how far the counts are at it.
+
+        `before`: the save that it continues; None where there is none. `now`: the monotonic clock.
+        A save that makes a chosen one again is chosen again. Raises ConfigError.
+        """
+        counts = None if before is None else before.next(name, step, now)
+        since = None
+        if counts is not None and counts.saves:
+            is_told = step is not None and counts.step is not None
+            steps = step - counts.step if is_told else None  # type: ignore[operator]
+            since = Since(counts.saves, counts.seconds, steps)
+        is_chosen = self.wants(since, step)
+        return is_chosen, Persisted(step=step) if is_chosen else counts
+
 
 def every_n_saves(n: int) -> Persist:
-    """Persist the first save and every n-th after it.
+    """Persist the job's first save and every n-th after it, across restarts.
+
+    Saves that failed or were skipped don't count; a save of a step and name that were saved last
+    counts once.
 
     Args:
         n: At least 1; 1 persists every save.
@@ -87,7 +161,7 @@ def every_n_saves(n: int) -> Persist:
 
 
 def every_n_steps(n: int) -> Persist:
-    """Persist the first save, and each one at least n training steps behind the last persisted.
+    """Persist the job's first save, and each one at least n training steps behind the last chosen.
 
     Each save has to tell its step: `CheckpointManager` does, and
     `MemoryStorageWriter.annotate_next_save` can.
@@ -102,7 +176,9 @@ def every_n_steps(n: int) -> Persist:
 
 
 def every_seconds(seconds: float) -> Persist:
-    """Persist the first save, and then the first after each `seconds`.
+    """Persist the job's first save, and then the first after each `seconds` of running.
+
+    The time between a run's last save and the next run isn't counted.
 
     Args:
         seconds: Above 0.

@@ -5,11 +5,15 @@ A save like the one before says little more than "as before".
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dcp_mem.config import Settings
+from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments
-from dcp_mem.policy.persistence import Since
+from dcp_mem.policy.persistence import CountedSave, count_from
 
 _TRIM_EVERY = 16
 """Saves of one size between two looks for free slots that are too many."""
@@ -31,27 +35,71 @@ class SavedPlan:
     save_id: str = ""
 
 
-@dataclass(slots=True)
-class PersistCounter:
-    """The last save that went to storage, and the number of saves since."""
+Resumed = tuple[tuple[str, CountedSave], ...]
+"""What a process has loaded of a job, in order, each with the scope of the ranks that saved it."""
 
-    _saves: int | None = None
-    _at: float = 0.0
-    _step: int | None = None
+_resumed: dict[tuple[str, str], Resumed] = {}
+"""By memory root and job. Loads note it in any thread, and need no session."""
+_guard = threading.Lock()
+_MOST_RESUMED = 64
 
-    def note(self, persisted: bool, step: int | None) -> None:
-        """Count a complete save."""
-        if persisted:
-            self._saves, self._at, self._step = 1, time.monotonic(), step
-        elif self._saves is not None:
-            self._saves += 1
 
-    def since(self, step: int | None) -> Since | None:
-        """Return how long ago that was, seen from a save of this step; None: it never was."""
-        if self._saves is None:
-            return None
-        steps = None if step is None or self._step is None else step - self._step
-        return Since(self._saves, time.monotonic() - self._at, steps)
+def note_resumed(settings: Settings, manifest: Manifest) -> None:
+    """Remember what this process has loaded: its next save may go on counting from that."""
+    add_resumed(settings, ((manifest.scope, _counted(manifest)),))
+
+
+def add_resumed(settings: Settings, more: Resumed) -> None:
+    """Remember what a process has loaded, this one or the one that it saves for."""
+    with _guard:
+        key = (settings.memory_root, settings.job)
+        _resumed[key] = tuple(dict.fromkeys((*_resumed.get(key, ()), *more)))[-_MOST_RESUMED:]
+
+
+def resumed(settings: Settings) -> Resumed:
+    """Return what this process has loaded of a job."""
+    return _resumed.get((settings.memory_root, settings.job), ())
+
+
+def _counted(manifest: Manifest) -> CountedSave:
+    return CountedSave(
+        name=manifest.name,
+        step=manifest.step,
+        persisted=manifest.persisted,
+        at=time.monotonic(),
+    )
+
+
+class PersistCounts:
+    """The last save of this process, for each scope: the next one goes on counting from it."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, CountedSave] = {}
+
+    def note(self, settings: Settings, manifest: Manifest) -> None:
+        """Count a complete save: what was loaded before it counts no more."""
+        self._own[manifest.scope] = _counted(manifest)
+        with _guard:
+            loaded = resumed(settings)
+            left = tuple(one for one in loaded if one[0] != manifest.scope)
+            _resumed[settings.memory_root, settings.job] = left
+
+    def before(
+        self, settings: Settings, scope: str, step: int | None, in_memory: Iterable[Manifest]
+    ) -> CountedSave | None:
+        """Return the save that one of this step continues; None where the job counts anew.
+
+        `in_memory`: what earlier runs have left on this node, newest first. A process that has
+        neither saved nor loaded continues the newest.
+        """
+        own = self._own.get(scope)
+        loaded: Sequence[CountedSave] = [
+            one for of, one in resumed(settings) if of == scope and (own is None or one.at > own.at)
+        ]
+        if own is None and not loaded:
+            found = (_counted(one) for one in in_memory if one.scope == scope)
+            loaded = [one for one in [next(found, None)] if one is not None]
+        return count_from(own, loaded, step)
 
 
 class LastSaves:
@@ -60,14 +108,14 @@ class LastSaves:
     Written within a save's turn only. Other threads may look up what is there under a key; none of
     the values changes.
 
-    `plans`: by plan, what its last complete save was made of. `persisted`: when a save last went to
-    storage. `expected_copies`: by group of ranks, bytes of each slot that the last save's copies
+    `plans`: by plan, what its last complete save was made of. `persisted`: what `persist=` counts.
+    `expected_copies`: by group of ranks, bytes of each slot that the last save's copies
     took on this rank. `is_swept`: whether nothing of a failed save is left in memory.
     """
 
     def __init__(self) -> None:
         self.plans: dict[PlanKey, SavedPlan] = {}
-        self.persisted = PersistCounter()
+        self.persisted = PersistCounts()
         self.expected_copies: dict[GroupKey, tuple[int, ...]] = {}
         self.is_swept = False
         self._warned: set[str] = set()

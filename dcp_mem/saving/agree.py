@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all, raise_together
@@ -25,6 +25,7 @@ from dcp_mem.format import names
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, allowance
 from dcp_mem.policy.order import SaveNumber
+from dcp_mem.policy.persistence import Persisted
 from dcp_mem.policy.slots import SlotNeed, capacity_for, growth
 from dcp_mem.runtime.states import AgentPatience
 from dcp_mem.runtime.topology import Topology
@@ -81,7 +82,7 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
         proposal, newest = reports[0].proposal, max(one.newest for one in reports)
     faults.point("save.agreed")
     assert proposal is not None
-    save_id, persist, now, packed, *said = proposal
+    save_id, persist, now, packed, counts, *said = proposal
     *said, replaces = said or (None,)
     generation, run = unpacked_run(packed)
     number, run = context.session.numbers.begin(newest, generation, run)
@@ -96,6 +97,7 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
         may_replicate=may_replicate,
         info=SaveInfo(*said),
         replaces=replaces,
+        persisted=None if counts is None else Persisted(*counts),
     )
 
 
@@ -165,15 +167,19 @@ def _with_node(
 
 
 def _proposal(context: SaveContext, checkpoints: Sequence[LocalCheckpoint]) -> Proposal:
-    info = context.info
-    since = context.session.last_saves.persisted.since(info.step)
-    persist = info.persist or context.settings.persist.wants(since, info.step)
+    info, counted = context.info, context.session.last_saves.persisted
+    generation, run = context.session.numbers.run(one.manifest for one in checkpoints)
+    left = (one.manifest for one in checkpoints if one.manifest.run != run and not one.rejected)
+    before = counted.before(context.settings, context.scope, info.step, left)
+    policy = context.settings.persist
+    is_chosen, counts = policy.count(before, context.name, info.step, time.monotonic())
     replaces = _make_directory(context)
     said: tuple[Any, ...] = (info.step, dict(info.metrics), info.persist, info.pause, replaces)
     if info == SaveInfo() and replaces is None:
         said = ()
-    run = packed_run(*context.session.numbers.run(one.manifest for one in checkpoints))
-    return names.new_save_id(), persist, time.time(), run, *said
+    persist = info.persist or is_chosen
+    sent = None if counts is None else astuple(counts)
+    return names.new_save_id(), persist, time.time(), packed_run(generation, run), sent, *said
 
 
 def _make_directory(context: SaveContext) -> str | None:

@@ -15,8 +15,9 @@ Proposal = tuple[Any, ...]
 """The coordinator's proposal for a save.
 
 Save id, whether to persist the checkpoint, its time, the generation that the run goes on with (0 to
-begin one) and the run's token in one number. The fields of SaveInfo follow, and what the manifest
-has as `replaces`; where both are empty they are left out of the plain tuple.
+begin one) and the run's token in one number, and the fields of the manifest's `persisted`, or None.
+The fields of SaveInfo follow, and what the manifest has as `replaces`; where both are empty they
+are left out of the plain tuple.
 """
 
 _RUNS = 1 << 32

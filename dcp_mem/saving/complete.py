@@ -98,7 +98,7 @@ def complete(
         saved = replace(saved, save_id=agreed.save_id)
         _remember(context, planned, saved)
         remember(session, context.group, staged.value.frozen, (context.name, agreed.save_id))
-        session.last_saves.persisted.note(agreed.persist, agreed.info.step)
+        session.last_saves.persisted.note(context.settings, manifest)
         return Completed(manifest, agreed, staged.value, saved)
     except BaseException:
         session.last_saves.is_swept = False
@@ -246,6 +246,7 @@ def _manifest(context: SaveContext, agreed: Agreed, saved: SavedPlan) -> Manifes
         step=agreed.info.step,
         metrics=agreed.info.metrics,
         replaces=agreed.replaces,
+        persisted=agreed.persisted,
     )
 
 

@@ -35,6 +35,7 @@ from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.planning.tensor_choice import TensorRule
+from dcp_mem.runtime.last_saves import add_resumed, resumed
 from dcp_mem.runtime.numbers import note_seen, seen
 from dcp_mem.runtime.session import Session, enter_session, open_session, session_for
 from dcp_mem.runtime.turns import Turn, Turns
@@ -555,12 +556,14 @@ class Saver:
             "_copies_to_send": 0,
             "_run": self._identity().run,
             "_seen": seen(self.settings),
+            "_resumed": resumed(self.settings),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        number = state.pop("_seen")
+        number, loaded = state.pop("_seen"), state.pop("_resumed")
         self.__dict__.update(state, calls=ThreadCalls())
         note_seen(self.settings, number)
+        add_resumed(self.settings, loaded)
 
 
 def _is_alone(value: Any) -> bool:

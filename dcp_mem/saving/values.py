@@ -20,6 +20,7 @@ from dcp_mem.planning.plain_tensors import Sources
 from dcp_mem.planning.state_structure import Structure
 from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.policy.order import SaveNumber
+from dcp_mem.policy.persistence import Persisted
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.runtime.last_saves import GroupKey, PlanKey, SavedPlan
 from dcp_mem.runtime.layouts import PlanLayout
@@ -156,6 +157,7 @@ class Agreed:
     # what the coordinator's training loop says of the checkpoint
     info: SaveInfo = field(default_factory=SaveInfo)
     replaces: str | None = None
+    persisted: Persisted | None = None  # how far the counts of `persist=` are with this save
 
 
 class NoCommonPlan(Exception):

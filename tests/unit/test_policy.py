@@ -29,7 +29,13 @@ from dcp_mem.policy.election import (
 )
 from dcp_mem.policy.facts import CheckpointFacts, SharedBytes
 from dcp_mem.policy.order import Place, SaveNumber
-from dcp_mem.policy.persistence import Since, persist_policy
+from dcp_mem.policy.persistence import (
+    CountedSave,
+    Persisted,
+    Since,
+    count_from,
+    persist_policy,
+)
 
 # -- admission -------------------------------------------------------------------------------------
 
@@ -716,6 +722,63 @@ def test_true_and_false_are_all_and_none() -> None:
     assert _persisted(persist_policy(True), [0.0] * 5) == [0, 1, 2, 3, 4]
     assert _persisted(persist_policy(False), [0.0] * 5) == []
     assert persist_policy(every_n_saves(3)) == every_n_saves(3)
+
+
+def _counted(policy: Persist, saves: Sequence[tuple[int | None, float]]) -> list[int]:
+    """Which of these saves, each of a step and at a time, one process has go to storage."""
+    chosen: list[int] = []
+    before: CountedSave | None = None
+    for number, (step, now) in enumerate(saves):
+        name = f"step-{step}"
+        is_chosen, persisted = policy.count(before, name, step, now)
+        chosen += [number] * is_chosen
+        before = CountedSave(name=name, step=step, persisted=persisted, at=now)
+    return chosen
+
+
+_POLICIES = st.sampled_from(
+    [every_n_saves(3), every_n_steps(25), every_seconds(40), Persist(saves=4, seconds=50)]
+)
+
+
+@given(_POLICIES, st.integers(0, 60), st.data())
+def test_restarts_anywhere_leave_the_saves_that_are_chosen_as_they_were(
+    policy: Persist, saves: int, data: st.DataObject
+) -> None:
+    """A restart costs no time of the job; its clock begins anywhere; some saves are made again."""
+    undisturbed = _counted(policy, [(10 * n, 10.0 * n) for n in range(saves)])
+    made: list[CountedSave] = []
+    chosen: set[int] = set()
+    number, clock, resumed = 0, 0.0, None
+    while number < saves:
+        own = made[-1] if made and resumed is None else None
+        before = count_from(own, [] if resumed is None else [resumed], 10 * number)
+        is_chosen, persisted = policy.count(before, f"step-{10 * number}", 10 * number, clock)
+        chosen |= {number} if is_chosen else set()
+        made = made[:number]
+        made.append(
+            CountedSave(name=f"step-{10 * number}", step=10 * number, persisted=persisted, at=clock)
+        )
+        number, clock, resumed = number + 1, clock + 10, None
+        if data.draw(st.integers(0, 4)) == 0:
+            kept = data.draw(st.integers(max(0, number - 3), number - 1))
+            clock = data.draw(st.sampled_from([0.0, 1e6]))
+            resumed = replace(made[kept], at=clock)
+            is_made_again = data.draw(st.booleans())
+            number, clock = kept + 1 - is_made_again, clock + (0 if is_made_again else 10)
+            made = made[: kept + 1]
+    assert chosen == set(undisturbed)
+
+
+def test_a_look_at_an_older_checkpoint_moves_no_counts() -> None:
+    own = CountedSave(name="step-140", step=140, persisted=Persisted(4, 4.0, 100), at=9.0)
+    older = CountedSave(name="step-100", step=100, persisted=Persisted(0, 0.0, 100), at=10.0)
+    assert count_from(own, [older], 150) is own
+    assert count_from(own, [older], 110) is older
+    assert count_from(own, [older], 20) is own
+    assert count_from(None, [older], 20) is None
+    assert count_from(own, [older], None) is own
+    assert count_from(None, [older], None) is older
 
 
 def test_a_policy_of_both_persists_at_whichever_comes_first() -> None:
