@@ -7,6 +7,7 @@ dcp.load(state, storage_reader=MemoryStorageReader("abfs://ckpts/run-42"))
 from __future__ import annotations
 
 import importlib
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from dcp_mem.common.releases import warn_if_untested
@@ -173,4 +174,6 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         warn_if_untested("torch")
         return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'dcp_mem' has no attribute {name!r}")
+    nearest = get_close_matches(name, __all__, 1)
+    meant = f": did you mean {nearest[0]}?" if nearest and not name.startswith("_") else ""
+    raise AttributeError(f"module 'dcp_mem' has no attribute {name!r}{meant}")

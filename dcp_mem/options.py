@@ -1,17 +1,17 @@
 """Every option of writers, readers, managers and followers: its type, what it does, its check.
 
 `config.Settings` has the defaults of those that outlive the call. Who takes options takes them as
-`**options: Unpack[…]` of a class below, decorated with `takes`; `settings` checks them.
+`**options: Unpack[…]` of a class below, decorated with `takes` of `common/arguments.py`; `settings`
+checks them.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from typing_extensions import TypedDict, Unpack
 
@@ -44,23 +44,6 @@ if TYPE_CHECKING:
     from dcp_mem.planning.tensor_choice import TensorChoice
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
-
-_NEIGHBOURS = {
-    "every_n_epochs": "save_interval_steps",
-    "every_n_train_steps": "save_interval_steps",
-    "keep_latest_k": "keep_storage",
-    "max_to_keep": "keep_storage",
-    "save_interval": "save_interval_steps",
-    "save_steps": "save_interval_steps",
-    "save_top_k": "keep_storage",
-    "save_total_limit": "keep_storage",
-}
-"""What options of other checkpoint managers are called here."""
-
-
-class UnknownOption(ConfigError, TypeError):
-    """An option isn't known where it was given; the text names the nearest one."""
 
 
 class PlaceOptions(TypedDict, total=False):
@@ -215,84 +198,9 @@ class ServeOptions(WriterOptions, ReadOptions, RecordOptions, total=False):
     """Options of `serve`."""
 
 
-def takes(kind: type[Any], defaults: Mapping[str, Any] = {}) -> Callable[[F], F]:
-    """Have a function, or a class's `__init__`, refuse options by name, and show those it has.
-
-    `help`, and completion in notebooks, show them like parameters of the function itself.
-    """
-
-    def decorate(decorated: F) -> F:
-        function = vars(decorated)["__init__"] if isinstance(decorated, type) else decorated
-        signature = inspect.signature(function)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        known = {**{one.name: one for one in own}, **_parameters(kind, {**_DEFAULTS, **defaults})}
-
-        @functools.wraps(function)
-        def checked(*args: Any, **options: Any) -> Any:
-            for name in options:
-                if name not in known:
-                    raise UnknownOption(_unknown(decorated.__name__, name, known))
-            return function(*args, **options)
-
-        checked.__signature__ = signature.replace(parameters=list(known.values()))  # type: ignore[attr-defined]
-        described = "\n".join(["Options:", *_descriptions(kind)])
-        if isinstance(decorated, type):
-            decorated.__doc__ = f"{inspect.cleandoc(decorated.__doc__ or '')}\n\n{described}"
-            decorated.__init__ = checked  # type: ignore[misc]
-            return cast("F", decorated)
-        checked.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{described}"
-        return cast("F", checked)
-
-    return decorate
-
-
-def _parameters(kind: type[Any], defaults: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
-    return {
-        name: inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=defaults.get(name),
-            annotation=getattr(annotation, "__forward_arg__", annotation),
-        )
-        for name, annotation in kind.__annotations__.items()
-    }
-
-
-def _descriptions(kind: type[Any]) -> Iterator[str]:
-    """Yield the lines that describe a kind's options."""
-    for base in kind.__orig_bases__:
-        if base is not TypedDict:
-            yield from _descriptions(base)
-    yield from _attributes(kind)
-
-
-def _attributes(kind: type[Any]) -> list[str]:
-    return inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].splitlines()
-
-
-def _unknown(taker: str, name: str, known: Mapping[str, Any]) -> str:
-    from difflib import get_close_matches
-
-    ours = _NEIGHBOURS.get(name, "")
-    if ours in known:
-        return f"{taker} has no option {name}=: here it is {ours}="
-    nearest = get_close_matches(name, known, 1)
-    if nearest:
-        return f"{taker} has no option {name}=: did you mean {nearest[0]}=?"
-    return f"{taker} has no option {name}=: help({taker}) shows those it has"
-
-
 def of_kind(kind: type[T], options: Mapping[str, Any]) -> T:
     """Return those options that a kind has."""
     return cast("T", {name: options[name] for name in options if name in kind.__annotations__})
-
-
-def one_of(name: str, value: object, choices: Any) -> None:
-    """Refuse a value that isn't one of a `Literal`. Raises ConfigError."""
-    known = get_args(choices)
-    if value not in known:
-        *first, last = map(repr, known)
-        raise ConfigError(f"{name}={value!r}: choose {', '.join(first)} or {last}")
 
 
 def settings(path: str | os.PathLike[str] | None, **options: Unpack[SaveOptions]) -> Settings:
@@ -301,11 +209,8 @@ def settings(path: str | os.PathLike[str] | None, **options: Unpack[SaveOptions]
     Raises ConfigError.
     """
     given: dict[str, Any] = dict(options)
-    for name, choices in _choices().items():
-        if name in given:
-            one_of(name, given[name], choices)
     url = root_url(path)
-    made = {name: check(given.pop(name, _DEFAULTS[name])) for name, check in _CHECKS.items()}
+    made = {name: check(given.pop(name, DEFAULTS[name])) for name, check in _CHECKS.items()}
     persist = given.pop("persist", True)
     job, replicas, redundancy = (given.pop(one, None) for one in ("job", "replicas", "redundancy"))
     found = Settings(
@@ -322,16 +227,6 @@ def settings(path: str | os.PathLike[str] | None, **options: Unpack[SaveOptions]
     if found.export is not None:
         _refuse_unexportable(url, found.agent, found.export)
     return found
-
-
-@functools.cache
-def _choices() -> Mapping[str, Any]:
-    hints = get_type_hints(Settings)
-    return {name: hint for name, hint in hints.items() if _is_literal(hint)}
-
-
-def _is_literal(hint: Any) -> bool:
-    return getattr(hint, "__origin__", None) is Literal
 
 
 def _bytes(name: str, given: int | str | None) -> int | None:
@@ -409,7 +304,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "export": _export,
 }
 """What makes a setting of an option, or of the environment where the option is None."""
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     **{one.name: one.default for one in fields(Settings) if one.default is not MISSING},
     **dict.fromkeys(_CHECKS),
     "persist": True,

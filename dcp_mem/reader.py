@@ -27,8 +27,9 @@ from dcp_mem.comm.bridge.calls import (
     is_called_by_dcp,
     planning_call,
 )
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.gc_pause import collector_paused
-from dcp_mem.common.log import log_once
+from dcp_mem.common.log import log, log_once
 from dcp_mem.config import Settings, checkpoint_name
 from dcp_mem.errors import (
     ConfigError,
@@ -50,7 +51,7 @@ from dcp_mem.loading.load_attempt import LoadAttempt, LoadRequest, Places
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.plan import plan_together
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.options import PlaceOptions, ReaderOptions, of_kind, settings, takes
+from dcp_mem.options import DEFAULTS, PlaceOptions, ReaderOptions, of_kind, settings
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
 from dcp_mem.policy.election import RecoveryPlan
@@ -58,7 +59,7 @@ from dcp_mem.saving.overlap import wait_for_copies
 from dcp_mem.storage.routes import open_storage
 
 
-@takes(ReaderOptions)
+@takes(ReaderOptions, DEFAULTS)
 class MemoryStorageReader(StorageReader):
     """DCP's storage reader for what `MemoryStorageWriter` or torch's own writers have saved.
 
@@ -93,7 +94,7 @@ class MemoryStorageReader(StorageReader):
         self._opened: OpenCheckpoint | None = None
         self._failure: Exception | None = None
         self._report: RecoveryReport | None = None
-        self._is_coordinator = True
+        self._is_coordinator, self._is_closed = True, False
         self._weights_only = True  # As torch's readers have it, whatever a planner does.
 
     # -- DCP's contract, in the order of its calls -------------------------------------------------
@@ -110,7 +111,7 @@ class MemoryStorageReader(StorageReader):
         """Open the checkpoint together with the other ranks; return DCP's metadata of it."""
         started = time.monotonic()
         asked_for = self._taken_id()
-        self.close()
+        self._begin()
         planning, takeover, why_not = planning_call(self), None, ""
         if planning is not None:
             # Until all ranks know whether all plan by themselves: one that fails leaves the others.
@@ -120,7 +121,7 @@ class MemoryStorageReader(StorageReader):
             call = dcp_call(self._process_group, self.settings.purpose("load"))
             if planning is not None and why_not:
                 log_once(f"loads are left to torch's planner, which takes longer: {why_not}")
-                guard_planner(planning, call.ranks, self.close)
+                guard_planner(planning, call.ranks, self._end_leases)
             elif planning is not None:
                 takeover = LoadTakeover(planning)
             elif torch_plans():
@@ -220,7 +221,7 @@ class MemoryStorageReader(StorageReader):
                     is_coordinator=self._is_coordinator,
                 )
             except BaseException:
-                self.close()
+                self._end_leases()
                 raise
         self._read(plan, planner)
         return state.value
@@ -248,7 +249,7 @@ class MemoryStorageReader(StorageReader):
     ) -> tuple[LoadAttempt, OpenCheckpoint]:
         """Survey, elect, and open the newest checkpoint, or the one that was asked for."""
         started = time.monotonic()
-        self.close()
+        self._begin()
         group = process_group if process_group is not None else self._process_group
         call = direct_call(group, no_dist, self.settings.purpose("load"))
         self._is_coordinator = call.rank == 0
@@ -281,7 +282,20 @@ class MemoryStorageReader(StorageReader):
         return self._report
 
     def close(self) -> None:
-        """End the leases on what is open, so that memory may recycle it. Closing twice is fine."""
+        """End the leases on what is open, so that memory may recycle it. Closing twice is fine.
+
+        A load after that opens what it needs, with a warning.
+        """
+        self._end_leases()
+        self._is_closed = True
+
+    def _begin(self) -> None:
+        self._end_leases()
+        if self._is_closed:
+            self._is_closed = False
+            log.warning("job %s: a load after close()", self.settings.job)
+
+    def _end_leases(self) -> None:
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
@@ -299,7 +313,12 @@ class MemoryStorageReader(StorageReader):
 
     def __repr__(self) -> str:
         chosen = self.settings
-        return f"<{type(self).__name__} {chosen.url or 'memory only'}, job {chosen.job}>"
+        loaded = "" if self._report is None else f", loaded {self._report.checkpoint_id}"
+        return f"<{type(self).__name__} {chosen.url or 'memory only'}, job {chosen.job}{loaded}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is open: another process opens its own."""
+        return {**self.__dict__, "_load": None, "_opened": None, "_failure": None}
 
     # -- details -----------------------------------------------------------------------------------
 

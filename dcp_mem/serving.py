@@ -14,12 +14,13 @@ from typing import Any
 from typing_extensions import Unpack
 
 from dcp_mem.comm.bridge.choice import Choice, install
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import before_pools_end
 from dcp_mem.config import is_checkpoint_name, root_url
 from dcp_mem.errors import ConfigError, DcpMemError, WaitTimeout
 from dcp_mem.operations.flush import flush_now
-from dcp_mem.options import ReaderOptions, ServeOptions, WriterOptions, of_kind, takes
+from dcp_mem.options import DEFAULTS, ReaderOptions, ServeOptions, WriterOptions, of_kind
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.runtime.session import open_session
 from dcp_mem.writer import MemoryStorageWriter
@@ -173,7 +174,7 @@ _put_back: Callable[[], bool] | None = None  # None: torch has its own functions
 _guard = threading.Lock()
 
 
-@takes(ServeOptions)
+@takes(ServeOptions, DEFAULTS)
 def serve(
     root: str | os.PathLike[str], *, flush_seconds: float = 60.0, **options: Unpack[ServeOptions]
 ) -> Served:
@@ -196,7 +197,8 @@ def serve(
             is "all" by default: each path that was saved gets to storage.
 
     Returns:
-        What ends it. A root that is served already with the same options gives the same object.
+        What ends it. A root that is served already gives the same object, with the same options or
+        none.
 
     Raises:
         ConfigError: The options can't work, the root is served with other ones, or this torch
@@ -207,13 +209,16 @@ def serve(
     if url is None:
         raise ConfigError("root=None: give the directory or URL that the checkpoints lie in")
     # A program that names its paths expects each of them to be there.
+    is_asked_for = not options
     options.setdefault("on_slow_storage", "all")
     with _guard:
         earlier = next((one for one in _all_served if one.root == url), None)
         if earlier is not None:
-            if earlier._options == options:
+            if is_asked_for or earlier._options == options:
                 return earlier
-            raise ConfigError(f"{url} is served with other options: stop() that first")
+            raise ConfigError(
+                f"{url} is served already, with other options: dcp_mem.serve({url!r}).stop() first"
+            )
         served = Served(url, options)
         if _put_back is None:
             _put_back = install(_choose, _serve_ranks)

@@ -28,12 +28,13 @@ from dcp_mem.comm.bridge.calls import (
     variable_of_call,
 )
 from dcp_mem.common import faults
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.progress_bar import progress_bar
 from dcp_mem.common.values import CheckpointStatus, SaveInfo, State
 from dcp_mem.config import Settings, checked_metrics, checked_step, checkpoint_name
-from dcp_mem.errors import ConfigError, DcpMemError, picklable
-from dcp_mem.options import SaveOptions, WriterOptions, of_kind, settings, takes
+from dcp_mem.errors import ConfigError, picklable
+from dcp_mem.options import DEFAULTS, SaveOptions, WriterOptions, of_kind, settings
 from dcp_mem.planning.tensor_choice import tensor_rule
 from dcp_mem.runtime import states
 from dcp_mem.runtime.session import close_session, open_session
@@ -50,7 +51,7 @@ _RETURN_SECONDS = 0.001
 """Time for `dcp.async_save` to return in, before the save in the background does anything."""
 
 
-@takes(WriterOptions)
+@takes(WriterOptions, DEFAULTS)
 class MemoryStorageWriter(StorageWriter):
     """Saves checkpoints into node memory (tmpfs) and has them flushed to storage behind training.
 
@@ -238,6 +239,7 @@ class MemoryStorageWriter(StorageWriter):
 
     # -- around the saves --------------------------------------------------------------------------
 
+    @takes()
     def annotate_next_save(
         self,
         *,
@@ -257,6 +259,7 @@ class MemoryStorageWriter(StorageWriter):
         """
         self._saver.annotate(SaveInfo(checked_step(step), checked_metrics(metrics), bool(persist)))
 
+    @takes()
     def prepare(
         self, state_dict: dict[str, Any], planner: SavePlanner | None = None
     ) -> Preparation:
@@ -288,6 +291,7 @@ class MemoryStorageWriter(StorageWriter):
                 self._saver.frozen,
             )
 
+    @takes()
     def wait(
         self,
         checkpoint_id: str | os.PathLike[str] | None = None,
@@ -327,6 +331,7 @@ class MemoryStorageWriter(StorageWriter):
         """Path of the file where this node's agent writes what it does."""
         return states.agent_log(self.settings)
 
+    @takes()
     def close(
         self,
         flush: bool = True,
@@ -340,7 +345,7 @@ class MemoryStorageWriter(StorageWriter):
         The newest checkpoint goes to storage as well, whichever saves `persist=` has chosen; only
         persist=False keeps it in memory. What `keep_memory` keeps stays in memory, for a restart.
         Exports that this node has begun or chosen are waited for as well, but not their repeats.
-        Closing twice is fine.
+        Closing twice is fine. A save after that opens the job's memory anew, with a warning.
 
         Args:
             flush: False doesn't wait for storage; the agent goes on flushing. What this process has
@@ -372,6 +377,7 @@ class MemoryStorageWriter(StorageWriter):
             self._apply_retention()
         finally:
             close_session(self.settings, keep_slots=keep_slots)
+            self._saver.is_closed = True
 
     def __enter__(self) -> MemoryStorageWriter:
         return self
@@ -386,7 +392,7 @@ class MemoryStorageWriter(StorageWriter):
 
     def __repr__(self) -> str:
         newest, chosen = "", self.settings
-        with suppress(DcpMemError, OSError):
+        with suppress(Exception):
             newest = next((f", newest {one.name}" for one in self.status()), "")
         return f"<{type(self).__name__} {chosen.url or 'memory only'}, job {chosen.job}{newest}>"
 

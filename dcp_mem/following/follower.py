@@ -16,16 +16,18 @@ from typing_extensions import Unpack
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import is_shared, known_to_all, leaving_on_error
 from dcp_mem.comm.bridge.calls import DcpCall
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
+from dcp_mem.config import checked_state
 from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint, RankFailed, StorageUnavailable
 from dcp_mem.following.checkpoint import FollowedCheckpoint
 from dcp_mem.following.hold import HoldingReader
 from dcp_mem.following.look import Lookout
 from dcp_mem.loading.find import elect_together, open_next
 from dcp_mem.loading.load_attempt import LoadAttempt
-from dcp_mem.options import FollowOptions, takes
-from dcp_mem.planning.tensor_choice import TensorChoice
+from dcp_mem.options import DEFAULTS, FollowOptions
+from dcp_mem.planning.tensor_choice import TensorChoice, repeatable, tensor_rule
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.policy.following import Identity, identity, unseen
 from dcp_mem.policy.order import Place
@@ -34,7 +36,7 @@ from dcp_mem.reader import RecoveryReport
 _LONGEST_NAP = 0.1
 
 
-@takes(FollowOptions)
+@takes(FollowOptions, DEFAULTS)
 def follow(
     root: str | os.PathLike[str] | None,
     state_dict: dict[str, Any] | None = None,
@@ -101,6 +103,10 @@ def follow(
         raise ConfigError(f"poll_seconds={poll_seconds!r}: give seconds above 0")
     if only_durable and root is None:
         raise ConfigError("only_durable=True: without a root nothing becomes durable")
+    if state_dict is not None:
+        checked_state(state_dict)
+    skip = repeatable(skip)
+    tensor_rule("skip", skip)
     reader = HoldingReader(root, process_group, options)
     lookout = Lookout(reader, only_durable=only_durable, until_ended=until_ended, timeout=timeout)
     load = None if state_dict is None else partial(reader.load_held, state_dict, weights_only, skip)
@@ -152,6 +158,10 @@ class Follower:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        chosen = self._reader.settings
+        return f"<{type(self).__name__} of {chosen.url or 'memory only'}, job {chosen.job}>"
 
     def _next(self) -> FollowedCheckpoint | None:
         """Return the next checkpoint; None where the iteration ends.

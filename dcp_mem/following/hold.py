@@ -122,9 +122,8 @@ class HoldingReader(MemoryStorageReader):
         load.request = replace(load.request, started=time.monotonic(), weights_only=weights_only)
         return load, opened
 
-    def close(self) -> None:
-        """Let go of the open checkpoint. Closing twice is fine."""
-        super().close()
+    def _end_leases(self) -> None:
+        super()._end_leases()
         self._end_links()
 
     def _end_links(self) -> None:

@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 from dcp_mem.comm.agreement import attempt
 from dcp_mem.comm.bridge import torch_plans
 from dcp_mem.comm.bridge.errors import raised_as_by_dcp
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import (
@@ -44,6 +45,7 @@ from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.reader import MemoryStorageReader
 
 
+@takes()
 def load(
     state_dict: dict[str, Any],
     *,

@@ -23,6 +23,7 @@ from dcp_mem.comm.agreement import Attempted, attempt
 from dcp_mem.comm.bridge import SWITCH, torch_plans
 from dcp_mem.comm.bridge.calls import StagingCall, can_save_staged
 from dcp_mem.comm.bridge.errors import raised_as_by_dcp
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.background import KeptThreads
 from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
@@ -42,6 +43,7 @@ from dcp_mem.saving.values import NoCommonPlan
 from dcp_mem.writer import MemoryStorageWriter
 
 
+@takes()
 def save(
     state_dict: dict[str, Any],
     *,
@@ -151,6 +153,7 @@ def _why_not(
     return why_not_own_plan(planner)
 
 
+@takes()
 def async_save(
     state_dict: dict[str, Any],
     *,

@@ -18,16 +18,18 @@ from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Unpack
 
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
 from dcp_mem.manager import CheckpointManager, Saved
-from dcp_mem.manager.options import LoopOptions
+from dcp_mem.manager.options import DEFAULTS, LoopOptions
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.train_state import TrainState, rng_state, set_rng_state
 
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
+@takes(LoopOptions, DEFAULTS)
 class AcceleratorCheckpoints:
     """Replace an Accelerator's save_state and load_state: memory first, storage behind training.
 

@@ -22,6 +22,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 from typing_extensions import Unpack
 
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations.accelerate import (
@@ -31,7 +32,7 @@ from dcp_mem.integrations.accelerate import (
     refuse_engines,
 )
 from dcp_mem.manager import CheckpointManager, Saved
-from dcp_mem.manager.options import LoopOptions
+from dcp_mem.manager.options import DEFAULTS, LoopOptions
 from dcp_mem.planning.own_keys import own_keys_given, own_keys_taken
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_last
@@ -54,6 +55,7 @@ _IS_BEST = "is_best"
 """Figure of the checkpoints that were the best when they were saved."""
 
 
+@takes(LoopOptions, DEFAULTS)
 class TrainerCheckpoints:
     """Take over a Trainer's checkpoints: they go to node memory first, to storage behind training.
 

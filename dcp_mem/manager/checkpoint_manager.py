@@ -24,6 +24,7 @@ from dcp_mem.comm import Ranks, rank_in
 from dcp_mem.comm.agreement import attempt, described, leaving_on_error
 from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.comm.bridge.errors import cause_of
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
 from dcp_mem.common.values import CheckpointStatus, SaveInfo, State
 from dcp_mem.config import Purpose, checked_metrics, checked_state, checked_step
@@ -42,13 +43,13 @@ from dcp_mem.manager import removal
 from dcp_mem.manager.behind import Behind
 from dcp_mem.manager.crash_loop import TIMES, CrashLoop
 from dcp_mem.manager.feed import Feed
-from dcp_mem.manager.options import DEFAULTS, ManagerOptions, OnError
+from dcp_mem.manager.options import DEFAULTS, ManagerOptions
 from dcp_mem.manager.pace import Pace
 from dcp_mem.manager.preemption import Preemption
 from dcp_mem.manager.replica_check import ReplicaCheck
 from dcp_mem.manager.saved import Saved
 from dcp_mem.operations.inventory import job_memory, list_checkpoints
-from dcp_mem.options import WriterOptions, of_kind, one_of, takes
+from dcp_mem.options import WriterOptions, of_kind
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.frequency import Advice
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
@@ -83,7 +84,6 @@ class CheckpointManager:
         **options: Unpack[ManagerOptions],
     ) -> None:
         own: ManagerOptions = {**DEFAULTS, **options}
-        one_of("on_error", own["on_error"], OnError)
         self._pace = Pace(own["save_interval_steps"])
         self._writer = MemoryStorageWriter(path, **of_kind(WriterOptions, options))
         chosen, group = self._writer.settings, options.get("process_group")
@@ -100,9 +100,11 @@ class CheckpointManager:
         self._crash_loop = CrashLoop(chosen, own["on_crash_loop"], own["crash_loop_steps"])
         self._preemption = Preemption(self._writer, own["preemption"], own["preemption_deadline"])
         self._preemption.install()
+        self._is_closed = False
 
     # -- saving and restoring ----------------------------------------------------------------------
 
+    @takes()
     def save(
         self,
         step: int,
@@ -130,6 +132,7 @@ class CheckpointManager:
                 flush or copy behind training has (FlushFailed). With async_save: the save before
                 has failed.
         """
+        self._refuse_closed("save()")
         number = _number(step)
         self._crash_loop.passed(number)
         saved = Saved(step=number, name=f"step-{number}", outcome="not due")
@@ -163,7 +166,7 @@ class CheckpointManager:
                     )
             if self._replicas.is_due():
                 items = self._replicas.begin(saved.name, items)
-            self._writer._saver.annotate(SaveInfo(number, figures, force_persist, until_next))
+            self._writer._saver.annotate(SaveInfo(number, figures, bool(force_persist), until_next))
             saved = save(saved, items, started)
         except Exception as error:
             # What one rank alone got wrong is no reason to end training, but that it gave no state.
@@ -266,6 +269,7 @@ class CheckpointManager:
         """Count steps anew: the next save is due, whichever step it is of."""
         self._pace.forget()
 
+    @takes()
     def restore(
         self,
         state: dict[str, Any],
@@ -296,8 +300,13 @@ class CheckpointManager:
             EntriesMissing: The checkpoint lacks what this rank's state asks for. Other ranks raise
                 a RankFailed.
         """
+        self._refuse_closed("restore()")
         name = None if step is None else f"step-{_number(step)}"
         self._finish_begun()
+        session = open_session(self._writer.settings)
+        if session is not None:
+            with session.turns.take():  # Another manager of this process may have begun a save.
+                pass
         # A step that is asked for is loaded, however often the job has died from it.
         is_resume = name is None and self._crash_loop.is_watched
         if is_resume and self._crash_loop.before is None:
@@ -377,6 +386,7 @@ class CheckpointManager:
         """
         return self._writer.status()
 
+    @takes()
     def wait(
         self,
         step: int | None = None,
@@ -403,6 +413,7 @@ class CheckpointManager:
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
         self._writer.wait(name, state, left, progress=progress)
 
+    @takes()
     def reject(self, step: int, why: str) -> None:
         """Mark a step's checkpoint as not to be resumed from. Call it on all ranks.
 
@@ -419,6 +430,7 @@ class CheckpointManager:
             CheckpointNotFound: There is no such checkpoint; on all ranks alike.
             RankFailed: It can't be marked; on all ranks alike.
         """
+        self._refuse_closed("reject()")
         name = f"step-{_number(step)}"
         self._finish_begun()
         with self._ranks_in_turn("reject()") as ranks:
@@ -431,6 +443,7 @@ class CheckpointManager:
         with nullcontext() if session is None or self._is_async else session.turns.take():
             yield direct_call(self._process_group, False, self._purpose, method).ranks
 
+    @takes()
     def delete(self, step: int) -> None:
         """Delete a step's checkpoint from the nodes' memory and from storage. Call it on all ranks.
 
@@ -442,6 +455,7 @@ class CheckpointManager:
             RankFailed: It can't be deleted, as while somebody reads it; on all ranks alike. (A rank
                 that failed names itself alone.)
         """
+        self._refuse_closed("delete()")
         name = f"step-{_number(step)}"
         self._finish_begun()
         with self._ranks_in_turn("delete()") as ranks:
@@ -449,6 +463,7 @@ class CheckpointManager:
 
     # -- how often to save -------------------------------------------------------------------------
 
+    @takes()
     def advice(self, mtbf: float | str, *, recovery_seconds: float = 0.0) -> Advice:
         """Return how often to save, by what saves and flushes have taken here.
 
@@ -463,6 +478,7 @@ class CheckpointManager:
 
     # -- the end -----------------------------------------------------------------------------------
 
+    @takes()
     def close(
         self,
         flush: bool = True,
@@ -474,7 +490,8 @@ class CheckpointManager:
         """Wait until storage has what it should have, then give back memory.
 
         It does what `MemoryStorageWriter.close` does, with its arguments, and ends all that the
-        manager has under way. Closing twice is fine.
+        manager has under way. After that, `save`, `restore`, `reject` and `delete` are refused,
+        until the manager is entered again. Closing twice is fine.
 
         Raises:
             FlushFailed: Storage refuses a checkpoint, which stays in memory (logged with
@@ -500,9 +517,11 @@ class CheckpointManager:
         finally:
             self._preemption.uninstall()
             self._feed.close()
+            self._is_closed = True
 
     def __enter__(self) -> CheckpointManager:
         self._preemption.install()  # a manager may be entered again once it was closed
+        self._is_closed = self._writer._saver.is_closed = False
         return self
 
     def __exit__(
@@ -514,7 +533,18 @@ class CheckpointManager:
         self.close(flush=kind is None, keep_slots=kind is not None)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._writer!r}>"
+        closed = ", closed" if self._is_closed else ""
+        return f"<{type(self).__name__} of {self._writer!r}{closed}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a CheckpointManager can't be pickled: make one in each process")
+
+    def _refuse_closed(self, method: str) -> None:
+        if self._is_closed:
+            raise ConfigError(
+                f"{method} after close(): make the manager again, or enter it again by `with`; "
+                "list(), latest(), status() and wait() still answer"
+            )
 
     def _reader(self) -> MemoryStorageReader:
         return reader_of(self._writer.settings, self._process_group)

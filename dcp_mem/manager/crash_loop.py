@@ -14,7 +14,6 @@ from dcp_mem.format import names
 from dcp_mem.format.manifest import Resumes
 from dcp_mem.manager.options import OnCrashLoop
 from dcp_mem.operations.inventory import job_memory
-from dcp_mem.options import one_of
 from dcp_mem.reader import RecoveryReport
 from dcp_mem.storage.routes import storage_of
 
@@ -37,7 +36,6 @@ class CrashLoop:
     """
 
     def __init__(self, settings: Settings, action: OnCrashLoop, steps: int) -> None:
-        one_of("on_crash_loop", action, OnCrashLoop)
         if type(steps) is not int or steps < 1:
             raise ConfigError(f"crash_loop_steps={steps!r}: give a number of steps, at least 1")
         self._settings, self._steps = settings, steps

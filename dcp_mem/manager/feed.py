@@ -13,6 +13,7 @@ from queue import Full, Queue
 import torch.distributed as dist
 
 from dcp_mem.comm import rank_in
+from dcp_mem.common.arguments import shown
 from dcp_mem.common.log import log
 from dcp_mem.common.values import CheckpointStatus, State
 from dcp_mem.config import Settings
@@ -41,10 +42,10 @@ class Feed:
     def __init__(
         self, trackers: Sequence[Tracker], settings: Settings, group: dist.ProcessGroup | None
     ) -> None:
-        for tracker in trackers:
+        for tracker in trackers if isinstance(trackers, (list, tuple)) else (None,):
             if not isinstance(tracker, Tracker):
                 raise ConfigError(
-                    f"trackers: a {type(tracker).__name__} has no track() and close()"
+                    f"trackers={shown(trackers)}: give a list of objects with track() and close()"
                 )
         self._trackers = list(trackers)
         self._settings, self._group = settings, group

@@ -8,6 +8,7 @@ from typing import Literal
 from torch.optim import Optimizer
 
 from dcp_mem.manager.tracker import Tracker
+from dcp_mem.options import DEFAULTS as WRITER_DEFAULTS
 from dcp_mem.options import FrozenOptions, GroupOptions, SaveOptions
 from dcp_mem.policy.frequency import Auto
 from dcp_mem.saving.overlap import Overlap
@@ -66,6 +67,7 @@ class ManagerOptions(LoopOptions, FrozenOptions, total=False):
 
 
 DEFAULTS: LoopOptions = {
+    **WRITER_DEFAULTS,  # type: ignore[typeddict-item]
     "save_interval_steps": 1,
     "async_save": False,
     "on_error": "warn",

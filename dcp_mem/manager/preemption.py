@@ -55,7 +55,7 @@ class Preemption:
     def __init__(
         self, writer: MemoryStorageWriter, signals: str | Sequence[str], deadline_seconds: float
     ) -> None:
-        names = [signals] if isinstance(signals, str) else list(signals)
+        names = list(signals) if isinstance(signals, (list, tuple)) else [signals]
         self.signals = [_signal(name) for name in names]
         if names and writer.settings.url is None:
             raise ConfigError("preemption=: there is no storage to go to; give a path")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.facts import CheckpointFacts
@@ -133,7 +133,7 @@ def keep_every(steps: int) -> Retention:
     return KeepEvery(_count(f"keep_every({steps!r})", steps))
 
 
-def keep_best(metric: str, n: int = 1, *, mode: str = "min") -> Retention:
+def keep_best(metric: str, n: int = 1, *, mode: Literal["min", "max"] = "min") -> Retention:
     """Keep the n checkpoints with the best figure; of equal ones the newer is better.
 
     Those without that figure, or with NaN, aren't kept.
@@ -165,6 +165,8 @@ def any_of(*policies: Retention) -> Retention:
     """
     if not policies:
         raise ConfigError("any_of(): give at least one policy, such as keep_last(2)")
+    if isinstance(policies[0], (list, tuple)):
+        raise ConfigError("any_of([…]): give the policies one by one, as any_of(first, second)")
     return AnyOf(tuple(retention(policy, "any_of(…)") for policy in policies))
 
 

@@ -89,6 +89,7 @@ class Saver:
         self.process_group = process_group
         self.calls = ThreadCalls()
         self.saves_elsewhere = self.stages_alone = self.is_driven_otherwise = False
+        self.is_closed = False
         self.frozen = frozen
         self._token = new_token()
         self._run = ""
@@ -403,6 +404,11 @@ class Saver:
 
     def take_info(self) -> SaveInfo:
         """Return what was said of the save that begins now."""
+        if self.is_closed:
+            self.is_closed = False
+            log.warning(
+                "job %s: a save after close(): call close() again at the end", self.settings.job
+            )
         info, self._next_info, self.calls.last = self._next_info, SaveInfo(), None
         return info
 

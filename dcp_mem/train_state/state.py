@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.comm import rank_in, world_size
+from dcp_mem.common.arguments import shown, takes
 from dcp_mem.common.log import log
-from dcp_mem.errors import ConfigError
+from dcp_mem.errors import ConfigError, kind_of
 from dcp_mem.planning.entries import SavedEntry
 from dcp_mem.planning.own_keys import own_keys_given, own_keys_taken
 from dcp_mem.planning.wrapper_tensors import has_memory
@@ -24,6 +25,7 @@ from dcp_mem.train_state.optimizers import Optimizers
 from dcp_mem.train_state.values import Tensors, as_tuple, is_fixed, put_together, taken_apart
 
 
+@takes()
 class TrainState:
     """A training loop's state, saved and loaded as an entry of a state dict.
 
@@ -60,12 +62,15 @@ class TrainState:
         rng: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is {kind_of(model)}: give the torch.nn.Module")
         for name, value in (("scheduler", scheduler), ("dataloader", dataloader)):
             if value is not None and not isinstance(value, Stateful):
                 raise ConfigError(
-                    f"{name} is a {type(value).__name__}, which lacks state_dict() or "
-                    "load_state_dict()"
+                    f"{name} is {kind_of(value)}, which lacks state_dict() or load_state_dict()"
                 )
+        if extra is not None and not isinstance(extra, Mapping):
+            raise ConfigError(f"extra is {kind_of(extra)}: give values by name, as a dict")
         self.extra: dict[str, Any] = dict(extra or {})
         if not all(isinstance(name, str) for name in self.extra):
             raise ConfigError(f"extra={list(self.extra)!r}: give names as keys")
@@ -77,6 +82,13 @@ class TrainState:
         self._rng = rng
         self._held: dict[str, Tensors] = {}  # tensors of `extra`, as of the last `state_dict`
         self._frozen: set[int] = set()  # addresses of storages, as of the last `state_dict`
+
+    def __repr__(self) -> str:
+        parts = [type(one).__name__ for one in (self._model, *self._optimizer_list)]
+        parts += [
+            type(one).__name__ for one in (self._scheduler, self._dataloader) if one is not None
+        ]
+        return f"<{type(self).__name__} of {', '.join([*parts, *self.extra])}>"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, sharded as it is on this rank.
@@ -231,12 +243,16 @@ _OF_A_RANK = ("rng.rank-", "dataloader.rank-")
 _OF_A_FORM = ("optimizer.", "extra.")
 
 
-def _optimizers(
-    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-) -> list[torch.optim.Optimizer]:
+def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
     if given is None:
         return []
-    return [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+    found = [given] if isinstance(given, torch.optim.Optimizer) else given
+    if isinstance(found, (type, str)) or not isinstance(found, Iterable):
+        raise ConfigError(
+            f"optimizer={shown(given)}: give the optimizer, or several as a list; any other object "
+            "with a state goes into extra="
+        )
+    return list(found)
 
 
 def _state_of(value: Any) -> Any:

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import checkpoint_engine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from typing_extensions import Unpack
 
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
 from dcp_mem.config import is_checkpoint_name
 from dcp_mem.errors import ConfigError, DcpMemError
@@ -21,7 +23,8 @@ from dcp_mem.integrations import nebula
 from dcp_mem.integrations.deepspeed.placeholders import has_content, place
 from dcp_mem.integrations.deepspeed.universal import UniversalLoads
 from dcp_mem.integrations.nebula.completion import ON_COMMIT
-from dcp_mem.integrations.nebula.run import current, has_run
+from dcp_mem.integrations.nebula.run import InitOptions, current, has_run
+from dcp_mem.options import DEFAULTS
 
 _LATEST = "latest"
 _TELLS_DIRECTORY = hasattr(checkpoint_engine, "CheckpointCommitInfo")
@@ -32,13 +35,27 @@ _in_use: MemoryCheckpointEngine | None = None
 """The checkpoint engine that `use_memory` made last; None before it was called."""
 
 
+class EngineOptions(InitOptions, total=False):
+    """Options of `use_memory`, beside its own.
+
+    Attributes:
+        persistent_time_interval: As in `dcp_mem.integrations.nebula.init`; default 0, so that
+            storage gets every checkpoint.
+        num_of_version_in_retention: Checkpoints that stay in memory; default 2.
+    """
+
+    persistent_time_interval: float | str | None
+    num_of_version_in_retention: int | str | None
+
+
+@takes(EngineOptions, DEFAULTS)
 def use_memory(
     engine: Any,
     path: str | os.PathLike[str],
     *,
     load_dir: str | os.PathLike[str] | None = None,
     shared_dir: str | os.PathLike[str] | None = None,
-    **options: Any,
+    **options: Unpack[EngineOptions],
 ) -> MemoryCheckpointEngine:
     """Send a DeepSpeed engine's checkpoints to node memory, and from there to storage.
 
@@ -69,6 +86,7 @@ def use_memory(
     return made
 
 
+@takes(EngineOptions, DEFAULTS)
 class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """A checkpoint engine that saves and loads through dcp_mem.
 
@@ -79,10 +97,11 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         **options: As in `dcp_mem.integrations.nebula.init`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(self, path: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
         super().__init__()
         self.name = type(self).__name__
-        nebula.init(path, **{"persistent_time_interval": 0, **options})
+        chosen: EngineOptions = {"persistent_time_interval": 0, **options}
+        nebula.init(path, **chosen)
         self._run = current()
         self._checkpoint: nebula.Checkpoint | None = None
         self._loaded: nebula.Checkpoint | None = None

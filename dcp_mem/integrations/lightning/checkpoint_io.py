@@ -20,6 +20,7 @@ from typing_extensions import Unpack
 
 from dcp_mem import functional
 from dcp_mem.comm import rank_in
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
 from dcp_mem.common.values import State
 from dcp_mem.config import Settings, checked_metrics
@@ -40,7 +41,7 @@ from dcp_mem.integrations.lightning.paths import (
 )
 from dcp_mem.integrations.removals import Ending, Removals
 from dcp_mem.operations.inventory import in_memory, job_memory
-from dcp_mem.options import WriterOptions
+from dcp_mem.options import DEFAULTS, WriterOptions
 from dcp_mem.planning.whole_checkpoint import WholePlanner
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
 from dcp_mem.runtime.states import status, status_of
@@ -65,6 +66,7 @@ class Nothing(dict[str, Any]):
         return False
 
 
+@takes(WriterOptions, DEFAULTS)
 class MemoryCheckpointIO(CheckpointIO):
     """Save Lightning's checkpoints into node memory, and have them flushed behind training.
 

@@ -26,6 +26,7 @@ from typing_extensions import Unpack
 
 from dcp_mem.comm.agreement import attempt, on_rank_0
 from dcp_mem.comm.bridge.calls import direct_call
+from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import before_pools_end
 from dcp_mem.config import root_url
@@ -47,7 +48,7 @@ from dcp_mem.integrations.megatron.strategies import (
     name_of,
     not_found,
 )
-from dcp_mem.options import WriterOptions
+from dcp_mem.options import DEFAULTS, WriterOptions
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
 from dcp_mem.writer import MemoryStorageWriter
 
@@ -59,6 +60,7 @@ _all_writers: list[MemoryStorageWriter] = []
 """Writers of all `MemoryCheckpointing` objects, which may be gone before the process exits."""
 
 
+@takes(WriterOptions, DEFAULTS)
 class MemoryCheckpointing:
     """Megatron's `dist_checkpointing` through node memory: its functions as methods.
 

@@ -79,6 +79,10 @@ def _shutdown() -> None:
         release_all()
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *_ADAPTERS]
+
+
 def __getattr__(name: str) -> Any:
     if name in _ADAPTERS:
         return getattr(importlib.import_module(_ADAPTERS[name]), name)

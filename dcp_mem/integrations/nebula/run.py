@@ -8,19 +8,31 @@ from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from dcp_mem.comm import Ranks, refuse_missing_group, world_size
 from dcp_mem.comm.bridge.calls import direct_call
+from dcp_mem.common.arguments import takes
 from dcp_mem.config import Settings, parse_bytes, root_url
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.nebula.completion import Completion, JointCompletion
 from dcp_mem.integrations.removals import Removals
-from dcp_mem.options import settings
+from dcp_mem.options import DEFAULTS, WriterOptions, settings
 from dcp_mem.policy.persistence import Persist, every_seconds
 from dcp_mem.writer import MemoryStorageWriter
 
 _INTERVAL = 100.0
 _RETAINED = 2
+
+
+class InitOptions(WriterOptions, total=False):
+    """Options of `init`, beside its own.
+
+    Attributes:
+        num_of_versions_in_retention: As num_of_version_in_retention, in some samples.
+    """
+
+    num_of_versions_in_retention: int | str | None
 
 
 class _Writer(MemoryStorageWriter):
@@ -99,11 +111,12 @@ class Run:
 _run: Run | None = None
 
 
+@takes(InitOptions, DEFAULTS)
 def init(
     persistent_storage_path: str | os.PathLike[str] | tuple[str] | None = None,
     persistent_time_interval: float | str | None = None,
     num_of_version_in_retention: int | str | None = None,
-    **options: Any,
+    **options: Unpack[InitOptions],
 ) -> None:
     """Set where checkpoints go, and how often one is flushed to storage.
 

@@ -13,14 +13,16 @@ from torch_checkpointing.checkpoint_writer import CallbackArgs
 from typing_extensions import Unpack
 
 from dcp_mem.comm import refuse_missing_group, world_size
+from dcp_mem.common.arguments import takes
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.torch_checkpointing.storage import MemoryStorageConfig, complete
-from dcp_mem.options import WriterOptions
+from dcp_mem.options import DEFAULTS, WriterOptions
 from dcp_mem.writer import MemoryStorageWriter
 
 _count = itertools.count()
 
 
+@takes(WriterOptions, DEFAULTS)
 def in_memory(
     path: str | os.PathLike[str] | None = None,
     *,
