@@ -34,6 +34,8 @@ _OUR_TRANSPORTS = {
     "nixl": "dcp_mem.nixl:connect",
     "tcp": "dcp_mem.comm.tcp_channel:TcpChannel",
 }
+_EXTRAS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "azure"}
+"""What `pip install 'dcp_mem[…]'` takes for URLs of a protocol."""
 _SECRET_IN_URL = re.compile(r"^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)=", re.IGNORECASE)
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
 _NAME = re.compile(r"[A-Za-z0-9_=+,@%~$][A-Za-z0-9_.=+,@%~$:-]*")
@@ -227,7 +229,8 @@ def memory_root_path(memory_root: str | os.PathLike[str] | None) -> str:
         if memory_root is not None
         else os.environ.get("DCP_MEM_ROOT", "")
     )
-    return os.path.abspath(root or f"/dev/shm/dcp_mem-{os.getuid()}")  # noqa: S108 (private)
+    private = f"/dev/shm/dcp_mem-{os.getuid()}"  # noqa: S108
+    return os.path.abspath(os.path.expanduser(root or private))
 
 
 def root_url(path: str | os.PathLike[str] | None) -> str | None:
@@ -249,7 +252,7 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
         _refuse_one_slash(text)
         return os.path.abspath(os.path.expanduser(text))
     if protocol in ("file", "local"):
-        return os.path.abspath(rest)
+        return os.path.abspath(os.path.expanduser(rest))
     if _SECRET_IN_URL.search(rest):
         raise ConfigError(
             f"path={protocol}://… holds a password or a signature, which would end up in logs and "
@@ -309,8 +312,8 @@ def _check_protocol(protocol: str, text: str) -> None:
     package = str(known["class"]).split(".")[0]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            f"path={text!r}: {outermost}:// needs the Python package {package!r}: pip install "
-            f"{package}"
+            f"path={text!r}: {outermost}:// needs the Python package {package!r}: "
+            f"{installing(outermost, package)}"
         )
     if package == "fsspec":  # its own file systems are cheap to import, and may need packages
         try:
@@ -319,6 +322,12 @@ def _check_protocol(protocol: str, text: str) -> None:
             raise ConfigError(
                 f"path={text!r}: {outermost}:// can't be used here: {error}"
             ) from None
+
+
+def installing(protocol: str, package: str) -> str:
+    """Return the command that installs what URLs of a protocol need: our extra, else a package."""
+    extra = _EXTRAS.get(protocol)
+    return f"pip install 'dcp_mem[{extra}]'" if extra else f"pip install {package}"
 
 
 def job_name(job: str | None, url: str | None) -> str:

@@ -1,7 +1,7 @@
 """Train with DeepSpeed's ZeRO 2: `save_checkpoint` and `load_checkpoint` go through memory."""
 
+import argparse
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,13 @@ import deepspeed
 
 from dcp_mem.integrations.deepspeed import use_memory
 
-root = sys.argv[1] if len(sys.argv) > 1 else "checkpoints/deepspeed"
-steps = int(sys.argv[2]) if len(sys.argv) > 2 else 30
-save_dir = f"{root}-names"  # DeepSpeed keeps names of files there, and a few bytes each.
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("root", nargs="?", default="checkpoints/deepspeed", help="or a URL")
+parser.add_argument("steps", nargs="?", type=int, default=30)
+parser.add_argument("--output", help="a local directory, for names of files, a few bytes each")
+given = parser.parse_args()
+root, beside = given.root, "checkpoints/deepspeed" if "://" in given.root else given.root
+save_dir = given.output or f"{beside}-output"  # DeepSpeed itself writes there.
 
 # On CPUs: DeepSpeed would compile this for minutes, and gloo alone does as well.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -41,7 +45,7 @@ first = client["step"] + 1 if found else 0
 if dist.get_rank() == 0:
     print(f"resuming after step {first - 1}" if first else "starting", flush=True)
 
-for step in range(first, steps):
+for step in range(first, given.steps):
     inputs = torch.rand(8, 16, dtype=torch.bfloat16)
     loss = (engine(inputs) - inputs.sum(1, keepdim=True)).float().square().mean()
     engine.backward(loss)

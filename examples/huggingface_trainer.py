@@ -1,6 +1,6 @@
 """Train with Hugging Face's Trainer: one line after the Trainer is made."""
 
-import sys
+import argparse
 
 import torch
 from torch import nn
@@ -8,8 +8,12 @@ from transformers import Trainer, TrainingArguments
 
 from dcp_mem.integrations.huggingface import TrainerCheckpoints
 
-root = sys.argv[1] if len(sys.argv) > 1 else "checkpoints/huggingface"
-steps = int(sys.argv[2]) if len(sys.argv) > 2 else 30
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("root", nargs="?", default="checkpoints/huggingface", help="or a URL")
+parser.add_argument("steps", nargs="?", type=int, default=30)
+parser.add_argument("--output", help="a local directory, for what the Trainer itself writes")
+given = parser.parse_args()
+root, beside = given.root, "checkpoints/huggingface" if "://" in given.root else given.root
 
 
 class Regression(nn.Module):
@@ -27,8 +31,8 @@ torch.manual_seed(0)
 trainer = Trainer(
     Regression(),
     TrainingArguments(
-        f"{root}-output",
-        max_steps=steps,
+        given.output or f"{beside}-output",
+        max_steps=given.steps,
         save_steps=5,
         use_cpu=True,
         disable_tqdm=True,

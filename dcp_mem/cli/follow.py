@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,60 +14,21 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
-import click
-
-from dcp_mem.cli.options import CommonOptions, repeating, subcommand
+from dcp_mem.cli.options import CommonOptions
+from dcp_mem.cli.parsing import filled
 from dcp_mem.common.log import log
 from dcp_mem.common.values import figures
-from dcp_mem.errors import ConfigError, DcpMemError
+from dcp_mem.errors import DcpMemError
 from dcp_mem.following.checkpoint import FollowedCheckpoint
 from dcp_mem.following.follower import Follower, follow
 from dcp_mem.operations.inventory import searched_places
 
-_HELP = """Follow a training run, which may be on this node or elsewhere: print each new checkpoint,
-the newest first, or run a command for it.
-
-Checkpoints that come while a command runs are skipped, but for the newest. It ends with Ctrl-C or
-SIGTERM (the command is sent that, too), or as the options say. Exit code 1 if a command has failed.
-
---exec takes a command and its arguments, without a shell, in which these stand for
-
-\b
-{path}  where torch's readers find the checkpoint: a directory of links in tmpfs
-        if this node's memory has it, else its directory or URL on storage. The
-        links go when the command has ended; it may delete them, and must not
-        write to them.
-{name}  the checkpoint's name
-{step}  its training step; "" where that isn't known
-
-Examples:
-  dcp-mem follow s3://ckpts/run-42
-  dcp-mem follow s3://ckpts/run-42 --exec 'python evaluate.py {path} --step {step}'
-  dcp-mem follow /mnt/nfs/run-42 --durable --until-ended --exec 'rsync -a {path} /mnt/kept/'
-  dcp-mem follow - --job my-run --timeout 3600 --exec 'sh -c "date; ls \\"$1\\"" sh {path}'
-"""
-_PLACE = re.compile(r"\{(path|name|step)\}")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-@subcommand("follow", _HELP)
-@click.option("--exec", "text", metavar="COMMAND", help="Run this for each checkpoint; see above.")
-@click.option("--durable", "only_durable", is_flag=True, help="Only checkpoints that storage has.")
-@click.option(
-    "--until-ended",
-    is_flag=True,
-    help="End with the run, if it ends on this node; a killed run may be restarted, and doesn't.",
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(0.0),
-    metavar="SECONDS",
-    help="End when no new checkpoint has come for so long.",
-)
-@repeating("checkpoints", shortest_seconds=0.05)
-def command(
+def run(
     common: CommonOptions,
-    text: str | None,
+    words: Sequence[str],
     only_durable: bool,
     until_ended: bool,
     timeout: float | None,
@@ -78,7 +36,6 @@ def command(
     seconds: float,
 ) -> int:
     settings = common.settings()
-    words = _words(text)
     log.setLevel(min(log.level, logging.WARNING))  # What is passed over is said by the follower.
     follower = follow(
         settings.url,
@@ -97,19 +54,6 @@ def command(
             for checkpoint in islice(follower, times)
         )
     return 1 if failures else 0
-
-
-def _words(text: str | None) -> Sequence[str]:
-    """Return a command's words; raise where there is no such program."""
-    if text is None:
-        return ()
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"--exec {text!r}: {error}") from None
-    if not words or not (_PLACE.search(words[0]) or shutil.which(words[0])):
-        raise ConfigError(f"--exec {text!r}: there is no such command")
-    return words
 
 
 def _has_failed(
@@ -165,7 +109,7 @@ def _run(checkpoint: FollowedCheckpoint, words: Sequence[str], stopping: _Stoppi
             "name": checkpoint.name,
             "step": "" if checkpoint.step is None else str(checkpoint.step),
         }
-        arguments = [_PLACE.sub(lambda match: values[match[1]], word) for word in words]
+        arguments = [filled(word, values) for word in words]
         # A session of its own: Ctrl-C reaches it through this process, once.
         with subprocess.Popen(arguments, pass_fds=files.pass_fds, start_new_session=True) as child:
             return stopping.wait_for(child)

@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import click
 from rich.text import Text
 
-from dcp_mem.cli.options import CommonOptions, subcommand
+from dcp_mem.cli.options import CommonOptions
 from dcp_mem.cli.screen import Screen, age, size
 from dcp_mem.common.values import shown
 from dcp_mem.flushing.orphans import Orphan
 from dcp_mem.operations.housekeeping import Reclaimed, collect_orphans, reclaim
 
-_HELP = """Free what nobody needs any more: memory of dead jobs on this node, and what interrupted
-saves have left on storage.
-
-Only lists what there is, unless --yes is given. Live jobs, committed checkpoints and files of other
-programs are never touched. With ROOT or --job, only that job's memory is looked at; only with ROOT,
-its storage. Memory with checkpoints that were meant for storage and never got there stays unless
---force is given. A dead job may be one that is about to start again: it then has to load from
-storage.
-
-Examples:
-  dcp-mem gc                                # dead jobs in this node's memory: only shows them
-  dcp-mem gc --yes
-  dcp-mem gc s3://ckpts/run-42 --older-than 48 --yes
-"""
 _HOUR = 3600.0
 
 
-@subcommand("gc", _HELP, needs_root=False)
-@click.option("--yes", is_flag=True, help="Free it; without this, only list it.")
-@click.option(
-    "--force",
-    is_flag=True,
-    help="Also free checkpoints that never reached storage; they are lost then.",
-)
-@click.option(
-    "--older-than",
-    metavar="HOURS",
-    type=click.FloatRange(min=0),
-    default=24.0,
-    show_default=True,
-    help="On storage: only what hasn't been touched for so long.",
-)
-def command(common: CommonOptions, yes: bool, force: bool, older_than: float) -> int:
+def run(common: CommonOptions, yes: bool, force: bool, older_than: float) -> int:
     is_of_one_job = common.root is not None or common.job is not None
     settings = common.settings() if is_of_one_job else None
     job = None if settings is None else settings.job

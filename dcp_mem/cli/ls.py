@@ -6,41 +6,24 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, subcommand
+from dcp_mem.cli.options import CommonOptions
 from dcp_mem.cli.screen import Screen, age, facts_of, problem, size, state
 from dcp_mem.common.values import MEMORY, CheckpointStatus, figures
 from dcp_mem.config import memory_root_path
 from dcp_mem.operations.inventory import (
     Job,
     count_superseded,
-    list_checkpoints,
     list_jobs,
     searched_places,
 )
 
 _MOST_NAMED = 10
 
-_HELP = """List a job's checkpoints in this node's memory and on storage, newest first.
 
-Saves that newer ones superseded before their flush are counted (on_slow_storage="newest").
-
-Without ROOT and --job: list the jobs in this node's memory, and what each has there. Exit code 1 if
-there is nothing, or if a checkpoint can't be loaded from anywhere.
-
-Examples:
-  dcp-mem ls s3://ckpts/run-42
-  dcp-mem ls                                # what lies in this node's memory
-  dcp-mem ls --job my-run                   # a job that is in memory only
-  dcp-mem ls /mnt/nfs/run-42 --json | jq -r '.checkpoints[].name'
-"""
-
-
-@subcommand("ls", _HELP, needs_root=False)
-def command(common: CommonOptions) -> int:
+def run(common: CommonOptions) -> int:
     if common.root is None and common.job is None:
         return _list_jobs(common.screen, memory_root_path(common.memory_root))
-    settings = common.settings()
-    found = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
+    settings, found = common.find_all()
     superseded = count_superseded(settings)
     common.screen.answer(
         job=settings.job,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -12,6 +11,8 @@ from typing import Any, NoReturn
 import click
 
 from dcp_mem import __version__
+from dcp_mem.cli.commands import COMMANDS
+from dcp_mem.cli.parsing import Group
 from dcp_mem.errors import (
     ConfigError,
     DcpMemError,
@@ -21,46 +22,12 @@ from dcp_mem.errors import (
     StorageUnavailable,
 )
 
-_COMMANDS = {
-    "ls": "List checkpoints, or the jobs in this node's memory.",
-    "show": "Show what a checkpoint consists of.",
-    "verify": "Read every byte of checkpoints and compare it with its checksums.",
-    "reject": "Mark a checkpoint as not to be resumed from, or take that back.",
-    "rm": "Remove checkpoints from memory and storage.",
-    "gc": "Free memory of dead jobs, and what interrupted saves have left on storage.",
-    "watch": "Follow a job's checkpoints in memory and on their way to storage.",
-    "report": "Write an HTML page about a job's saves, flushes and recoveries.",
-    "flush": "Bring complete checkpoints in memory to storage, and wait for that.",
-    "doctor": "Check this machine and the storage for what training needs.",
-    "export": "Write a checkpoint out for other programs.",
-    "follow": "Run a command for each new checkpoint of a training run.",
-}
-"""Commands and their short help, in the order of the help.
-
-The texts stand here because to import all commands would import torch, which takes seconds.
-"""
-
 _WRONG, _USAGE, _STORAGE = 1, 2, 3
 """Exit codes."""
 
 
-class Commands(click.Group):
-    """The group of all commands; a command's module is imported when the command is used."""
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """Import a command; return None for a name that is none."""
-        if name not in _COMMANDS:
-            return None
-        command = importlib.import_module(f"dcp_mem.cli.{name}").command
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+class Commands(Group):
+    """The group of all commands, and how they end."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> NoReturn:
         """Run a command, and end the process with its exit code."""
@@ -118,7 +85,9 @@ def _print_error(
 
 
 @click.group(
-    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=Commands,
+    table=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="dcp-mem")
 def main() -> None:

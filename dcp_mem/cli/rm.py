@@ -8,27 +8,13 @@ from dataclasses import dataclass
 import click
 from rich.text import Text
 
-from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, subcommand
+from dcp_mem.cli.options import CommonOptions
 from dcp_mem.cli.screen import age, size
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, shown
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointInUse, ConfigError
 from dcp_mem.operations.housekeeping import delete, evict
-from dcp_mem.operations.inventory import find_all, list_checkpoints
-
-_HELP = """Remove checkpoints from this node's memory and from storage.
-
-ID is a name or a save id; all that lies under the name is removed. On a terminal the command asks
-first; elsewhere it needs --yes. The newest checkpoint that is durable and whole stays unless
---force is given: a restart would have nothing to load. A checkpoint that is being read or flushed
-stays (exit code 1); on storage, --force removes it all the same. An interrupted command can be
-repeated: no reader sees what it has left on storage as a checkpoint.
-
-Examples:
-  dcp-mem rm s3://ckpts/run-42 step-100 step-200
-  dcp-mem rm /mnt/nfs/run-42 step-100 --yes
-  dcp-mem rm - step-1 --job my-run --yes --force
-"""
+from dcp_mem.operations.inventory import find_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +24,8 @@ class _Removed:
     kept: str  # why it is still there; "" if it is gone
 
 
-@subcommand("rm", _HELP)
-@click.argument("ids", metavar="ID...", nargs=-1, required=True)
-@click.option("--yes", is_flag=True, help="Don't ask.")
-@click.option(
-    "--force",
-    is_flag=True,
-    help="Also remove the newest durable checkpoint, and what is being read from storage.",
-)
-def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool) -> int:
-    settings = common.settings()
-    known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
+def run(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool) -> int:
+    settings, known = common.find_all()
     wanted = {one.name for one in find_all(known, ids, settings)}
     chosen = [one for one in known if one.name in wanted]
     newest = next((one for one in known if one.is_durable), None)

@@ -4,37 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import click
 from rich.text import Text
 
-from dcp_mem.cli.options import CommonOptions, subcommand
+from dcp_mem.cli.options import CommonOptions
 from dcp_mem.cli.screen import Screen, age, facts_of, fields_of, moment, size, state
 from dcp_mem.common.values import CheckpointStatus, figures, shown
 from dcp_mem.operations.contents import Contents, contents_of
 
-_HELP = """Show what a checkpoint consists of: tensors, byte items, segments and the files that
-describe it.
-
-ID is the checkpoint's name or its save id. Tensors themselves aren't read.
-
-Examples:
-  dcp-mem show s3://ckpts/run-42 step-100
-  dcp-mem show s3://ckpts/run-42 step-100 --all | grep embed
-  dcp-mem show - step-1 --job my-run        # in memory only: "-" in place of ROOT
-  dcp-mem show /mnt/nfs/run-42 step-100 --json | jq '.tensors[] | select(.bytes > 1e9)'
-"""
 _MOST = 40
 
 
-@subcommand("show", _HELP)
-@click.argument("checkpoint_id", metavar="ID")
-@click.option(
-    "--all",
-    "is_all",
-    is_flag=True,
-    help=f"List everything, not only the first {_MOST} of each kind.",
-)
-def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
+def run(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
     settings, checkpoint, storage = common.find(checkpoint_id)
     inside = contents_of(settings, storage, checkpoint)
     common.screen.answer(**facts_of(checkpoint), **fields_of(inside))

@@ -4,45 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
 from rich.text import Text
 
-from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, subcommand
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions
 from dcp_mem.cli.screen import Screen, size
 from dcp_mem.common.values import shown
-from dcp_mem.operations.inventory import find_one, list_checkpoints, searched_places
+from dcp_mem.operations.inventory import searched_places
 from dcp_mem.storage.routes import storage_of
 
 if TYPE_CHECKING:  # it imports torch
     from dcp_mem.operations.verify import Damage, Verified
 
-_HELP = """Read every byte of checkpoints, in this node's memory and on storage, and compare it with
-its CRC32C checksums.
-
-ID is the name or save id of one checkpoint; without it, all are read. Exit code 1 if anything is
-damaged; the command says which MiB of which tensor. A checkpoint that is in memory only has no
-checksums yet, unless it was copied between nodes: the flush computes them. Standard error shows
-what is under way, and what took long.
-
-Examples:
-  dcp-mem verify s3://ckpts/run-42
-  dcp-mem verify s3://ckpts/run-42 step-100
-  dcp-mem verify /mnt/nfs/run-42 --json | jq '.results[].damages[]'
-"""
 _MOST = 20
 
 
-@subcommand("verify", _HELP)
-@click.argument("checkpoint_id", metavar="[ID]", required=False)
-def command(common: CommonOptions, checkpoint_id: str | None) -> int:
-    settings = common.settings()
+def run(common: CommonOptions, checkpoint_id: str | None) -> int:
     screen = common.screen
     with screen.stage("looking for checkpoints"):
         if checkpoint_id is not None:
-            chosen = [find_one(settings, checkpoint_id, retry_policy=INTERACTIVE_RETRIES)]
+            settings, one, storage = common.find(checkpoint_id)
+            chosen = [one]
         else:
-            chosen = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
-        storage = storage_of(settings, INTERACTIVE_RETRIES)
+            settings, chosen = common.find_all()
+            storage = storage_of(settings, INTERACTIVE_RETRIES)
     with screen.stage("importing torch"):
         from dcp_mem.operations.verify import verify
     results: list[Verified] = []

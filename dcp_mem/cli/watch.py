@@ -12,7 +12,7 @@ from itertools import count
 from rich.console import RenderableType
 from rich.text import Text
 
-from dcp_mem.cli.options import CommonOptions, repeating, subcommand
+from dcp_mem.cli.options import CommonOptions
 from dcp_mem.cli.screen import age, colored, size, table_of
 from dcp_mem.common.files import allocated_bytes, free_bytes
 from dcp_mem.common.progress_bar import state_text, transfer_text
@@ -23,17 +23,6 @@ from dcp_mem.memory.job import JobMemory, jobs_in
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.runtime.states import status_of
-
-_HELP = """Follow what lies in this node's memory, and what is on its way to storage, until Ctrl-C.
-
-Storage itself isn't read. Without ROOT and --job: all jobs of the node. With --json, one object per
-look, each on a line of its own.
-
-Examples:
-  dcp-mem watch
-  dcp-mem watch s3://ckpts/run-42 --every 0.5
-  dcp-mem watch --times 1 --json | jq .jobs[].checkpoints[0].state
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +35,7 @@ class _Job:
     durable: tuple[str, float] | None
 
 
-@subcommand("watch", _HELP, needs_root=False)
-@repeating("looks", shortest_seconds=0.1)
-def command(common: CommonOptions, seconds: float, times: int | None) -> int:
+def run(common: CommonOptions, seconds: float, times: int | None) -> int:
     root = memory_root_path(common.memory_root)
     wanted = None if common.root is None and common.job is None else common.settings()
     speeds = _Speeds()

@@ -20,8 +20,6 @@ from enum import Enum
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-import numpy as np
-
 C = TypeVar("C", bound=type)
 _PLAIN = {bool, int, float, str, type(None)}
 _TUPLE, _LIST, _ROWS, _DICT, _BYTES, _ARRAY, _AGAIN = range(7)
@@ -122,15 +120,26 @@ class _Writer:
         elif kind is bytes or kind is bytearray:
             self.blobs.append(value)
             packed = [_BYTES, len(value)]
-        elif kind is np.ndarray and value.dtype.kind in _NUMBERS:
-            self.blobs.append(value.tobytes())
-            packed = [_ARRAY, value.dtype.str, *value.shape]
-        elif isinstance(value, np.generic) and value.dtype.kind in _NUMBERS:
-            return value.item()
         else:
-            raise TypeError(f"a {kind.__module__}.{kind.__qualname__} can't be sent to other ranks")
+            packed = self._numbers(value)
+            if type(packed) is not list:
+                return packed
         sent[id(value)] = len(sent), value
         return packed
+
+    def _numbers(self, value: Any) -> Any:
+        # Not above: `dcp-mem --help` needs no NumPy, and the agent sends nothing.
+        import numpy as np
+
+        kind = type(value)
+        if not isinstance(value, np.generic) and kind is not np.ndarray:
+            raise TypeError(f"a {kind.__module__}.{kind.__qualname__} can't be sent to other ranks")
+        if value.dtype.kind not in _NUMBERS:
+            raise TypeError(f"NumPy's {value.dtype} can't be sent to other ranks")
+        if kind is not np.ndarray:
+            return value.item()
+        self.blobs.append(value.tobytes())
+        return [_ARRAY, value.dtype.str, *value.shape]
 
     def _sequence(self, packed: list[Any], values: Sequence[Any]) -> list[Any]:
         if len(values) > _FEW:
@@ -181,6 +190,8 @@ class _Reader:
         return dict(zip(*packed, strict=True)) if tag == _DICT else _made_of[tag](*packed)
 
     def _array(self, code: str, *shape: int) -> Any:
+        import numpy as np
+
         dtype = np.dtype(code)
         if dtype.kind not in _NUMBERS or len(shape) > _MOST_DIMENSIONS:
             raise TypeError(code)

@@ -15,14 +15,14 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from rich.console import Console
 
 from dcp_mem.demo.account import Account, Attempt, Schedule
-from dcp_mem.demo.train import KILLED_RANK, RANKS, SIZES, Options
+from dcp_mem.demo.options import KILLED_RANK, RANKS, SIZES, Options
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  not a temporary file: it is node memory
 # Bytes of four states: two kept, one being staged, one that a kill left behind.
@@ -37,6 +37,7 @@ def main() -> int:
     for signum in (signal.SIGINT, signal.SIGTERM):  # leave through the exits, which clean up
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
     heading(f"dcp_mem demo: FSDP2 training on {RANKS} CPU ranks")
+    detail("three trainings, of which one is killed: two to four minutes on two cores")
     with TemporaryDirectory(prefix="dcp_mem-demo-", ignore_cleanup_errors=True) as work:
         memory = memory_root(Path(work), ROOM[given.size])
         try:
@@ -60,12 +61,13 @@ def play(given: argparse.Namespace, work: Path, memory: Path) -> Account:
     storage = f"{given.path.rstrip('/')}/{work.name}" if given.path else str(work / "storage")
     detail(f"storage  {storage}")
 
-    heading("1  A run that nothing disturbs, without checkpoints")
+    heading("1 of 3  A run that nothing disturbs, without checkpoints")
     options = Options(size=given.size, steps=plan.steps, journals=str(work / "1"))
     attempts = run(options)
+    detail("next: the same again, with checkpoints and a kill")
 
     heading(
-        f"2  The same with a checkpoint every {plan.save_every} steps; "
+        f"2 of 3  The same with a checkpoint every {plan.save_every} steps; "
         f"rank {KILLED_RANK} is killed (SIGKILL) while it saves step-{plan.killed}"
     )
     options = replace(options, save_every=plan.save_every, path=storage, memory_root=str(memory))
@@ -73,8 +75,9 @@ def play(given: argparse.Namespace, work: Path, memory: Path) -> Account:
     attempts += run(killed, max_restarts=1)
     forget(memory)
     detail(f"memory thrown away: {memory} is {'STILL THERE' if memory.exists() else 'gone'}")
+    detail("next: a new job that has only storage to resume from")
 
-    heading("3  A new job, on a node with nothing in memory")
+    heading("3 of 3  A new job, on a node with nothing in memory")
     attempts += run(replace(options, journals=str(work / "3")))
     return Account(plan, attempts)
 
@@ -82,6 +85,7 @@ def play(given: argparse.Namespace, work: Path, memory: Path) -> Account:
 def run(options: Options, max_restarts: int = 0) -> list[Attempt]:
     """Run the training script under torchrun, show what it prints, and read its journals."""
     journals, begun = Path(options.journals), time.time()
+    detail(f"torchrun starts {RANKS} ranks; each imports torch, which may take half a minute …")
     journals.mkdir()
     log = journals / "torchrun.log"
     command = [
@@ -111,6 +115,7 @@ def run(options: Options, max_restarts: int = 0) -> list[Attempt]:
         heading(f"FAILED: torchrun exited with {torchrun.returncode}; the end of its log:")
         detail(*log.read_text(errors="replace").splitlines()[-40:])
         sys.exit(1)
+    detail(f"done in {time.time() - begun:.0f} s")
     return [Attempt.read(journals, number, begun) for number in range(max_restarts + 1)]
 
 
@@ -147,8 +152,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="default")
     parser.add_argument("--path", help="where to store checkpoints: a directory or a URL")
     given = parser.parse_args()
-    if torch.__version__ < "2.7":
-        parser.error(f"FSDP2 on CPUs takes torch 2.7, and this is {torch.__version__}")
+    torch = version("torch")
+    if tuple(map(int, torch.split(".")[:2])) < (2, 7):
+        parser.error(f"FSDP2 on CPUs takes torch 2.7, and this is {torch}")
     if given.save_every < 1 or given.steps < 5 * given.save_every:
         parser.error(f"--steps {given.steps} is less than 5 x --save-every {given.save_every}")
     return given

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dcp_mem.demo.train import KILLED_RANK, KILLED_SAVE, RANKS
+from dcp_mem.demo.options import KILLED_RANK, KILLED_SAVE, RANKS
 
 
 class Schedule:

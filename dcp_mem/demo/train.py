@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,28 +32,11 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter, State, TrainState
 from dcp_mem.common import faults
+from dcp_mem.demo.options import KILLED_RANK, KILLED_SAVE, SIZES, Options
 
-RANKS, KILLED_RANK, KILLED_SAVE = 2, 1, 3
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # torchrun's restarts so far
 TEXT = resources.files(__package__).joinpath("as_you_like_it.txt").read_bytes()
-SIZES = {
-    "default": {"width": 512, "layers": 8, "heads": 8, "context": 64},
-    "small": {"width": 256, "layers": 3, "heads": 4, "context": 32},
-}
 Record = Callable[..., None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The script's options, which come as one argument in JSON."""
-
-    size: str
-    steps: int
-    journals: str  # the directory in which ranks record what happens
-    save_every: int = 0  # 0 for no checkpoints at all
-    path: str = ""  # where they are stored: a directory or URL
-    memory_root: str = ""
-    kill: bool = False  # whether a rank is to be killed while it saves
 
 
 def main(options: Options) -> None:

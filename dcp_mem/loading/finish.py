@@ -23,9 +23,9 @@ from dcp_mem.comm.agreement import attempt_or_log, described
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import RECOVERIES, Outcome
-from dcp_mem.errors import DcpMemError, RankFailed, StorageKeyMissing, StorageRefused
+from dcp_mem.errors import DcpMemError, RankFailed, StorageRefused
 from dcp_mem.format import names
-from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries, to_lines
+from dcp_mem.format.recoveries import RecoveryRecord, merge_recoveries, to_lines
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.repair import CannotRepair, Repair, begin_repair
@@ -41,6 +41,7 @@ from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.repair_plan import all_parity, missing_copies
 from dcp_mem.replicating.replicator import Replication
 from dcp_mem.storage import OfOneFile, Storage
+from dcp_mem.storage.recoveries import MOST_RECOVERIES, recoveries_on
 
 _STORAGE = "storage"
 _KINDS = (MemorySource.label, PEERS, _STORAGE)
@@ -110,7 +111,6 @@ def _by_kind(used: Counter[str]) -> dict[str, int]:
     return {kind: added[kind] for kind in _KINDS if kind in added}
 
 
-_MOST_LINES = 1_000
 _STORAGE_TIMEOUT = 1.0
 """Seconds that training waits for storage to take the record; after that it goes on meanwhile."""
 
@@ -149,18 +149,6 @@ def leave_record(record: RecoveryRecord, memory: JobMemory | None, storage: Stor
         daemon(lambda: _put(storage, record, memory)).join(_STORAGE_TIMEOUT)
 
 
-def recoveries_on(storage: Storage) -> list[RecoveryRecord]:
-    """Return the records on storage, oldest first.
-
-    Raises StorageUnavailable, StorageRefused.
-    """
-    try:
-        found = from_lines(storage.get(names.job_file(RECOVERIES)))
-        return merge_recoveries(found, most=_MOST_LINES)
-    except StorageKeyMissing:
-        return []
-
-
 def _put(storage: Storage, record: RecoveryRecord, memory: JobMemory | None) -> None:
     """Add a record to those on storage; also earlier ones, which it may not have taken then."""
     name, earlier = record.name, list[RecoveryRecord]()
@@ -168,7 +156,7 @@ def _put(storage: Storage, record: RecoveryRecord, memory: JobMemory | None) -> 
         with contextlib.suppress(OSError):  # it was said, when the record was to go there
             earlier = recoveries_in(memory)
     try:
-        known = merge_recoveries(recoveries_on(storage), earlier, [record], most=_MOST_LINES)
+        known = merge_recoveries(recoveries_on(storage), earlier, [record], most=MOST_RECOVERIES)
         storage.put(names.job_file(RECOVERIES), to_lines(known))
     except Exception as error:  # the checkpoint is loaded, whatever this may be
         # A job that only reads may not be allowed to write.

@@ -14,16 +14,15 @@ from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.history import HistoryRow, from_csv, row_of
 from dcp_mem.format.recoveries import RecoveryRecord, merge_recoveries
-from dcp_mem.loading.finish import recoveries_on
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.recoveries import recoveries_in
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
 from dcp_mem.storage import OfOneFile
+from dcp_mem.storage.recoveries import MOST_RECOVERIES, recoveries_on
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
 from dcp_mem.storage.routes import storage_of
 
-_MOST_RECOVERIES = 1_000
 _LAST_MOMENT = 32_503_680_000.0  # the year 3000: a row with a later moment is damaged
 _LARGEST = 1 << 63
 
@@ -122,7 +121,7 @@ def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> 
         except (ManifestInvalid, OfOneFile) as error:
             troubles.append(f"{HISTORIES} in {settings.url} can't be read: {error}")
         try:
-            recoveries = merge_recoveries(recoveries_on(storage), recoveries, most=_MOST_RECOVERIES)
+            recoveries = merge_recoveries(recoveries_on(storage), recoveries, most=MOST_RECOVERIES)
         except OfOneFile as error:
             troubles.append(f"{RECOVERIES} in {settings.url} can't be read: {error}")
     checkpoints = newest_first(_joined(rows, local), lambda one: one.place)[::-1]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.common.parallel import in_daemons
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, State
-from dcp_mem.config import Settings, is_checkpoint_name
-from dcp_mem.errors import CheckpointNotFound
+from dcp_mem.config import Settings, is_checkpoint_name, job_name
+from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.format import names
 from dcp_mem.memory.exports import read_exports
 from dcp_mem.memory.job import JobMemory, jobs_in, last_use
@@ -65,15 +65,54 @@ def searched_places(settings: Settings) -> str:
     return f"memory (job {settings.job})" + (f" and {settings.url}" if settings.url else "")
 
 
+def refuse_memory_as_root(settings: Settings) -> None:
+    """Raise ConfigError where the root is a directory of memory, which isn't storage."""
+    url = settings.url or ""
+    parent = os.path.dirname(url)
+    for directory in (url, parent):
+        if directory.startswith("/") and os.path.isdir(os.path.join(directory, ".slots")):
+            memory_root, job = os.path.split(directory)
+            raise ConfigError(
+                f"{url} is memory of job {job}, not its root on storage: give "
+                f"--memory-root {memory_root} --job {job} in its place"
+            )
+
+
+def refuse_checkpoint_as_root(settings: Settings, retry_policy: RetryPolicy = RETRIES) -> None:
+    """Raise ConfigError where the root, which has no checkpoints, is one's directory."""
+    refuse_memory_as_root(settings)
+    parent, _, name = (settings.url or "").rpartition("/")
+    storage = storage_of(settings, retry_policy)
+    if storage is None or not parent.strip(":/"):
+        return
+    if any(entry.name == names.metadata_file(names.COLLECTIVE) for entry in storage.ls("")):
+        raise ConfigError(
+            f"{settings.url} is the checkpoint {name} of job {job_name(None, parent)}: give the "
+            f"job's root, {parent}"
+        )
+
+
 def find_all(
     checkpoints: Sequence[CheckpointStatus], wanted: Sequence[str], settings: Settings
 ) -> list[CheckpointStatus]:
-    """Return for each name its newest checkpoint, or the one of a save id, of all of a job's."""
+    """Return for each name its newest checkpoint, or the one of a save id or step, of a job's."""
     known: dict[str, CheckpointStatus] = {}
     for one in checkpoints:
         known.setdefault(one.name, one)
         known.setdefault(one.save_id or one.name, one)
-    missing = [name for name in wanted if name not in known]
+    for number in set(filter(str.isdecimal, wanted)) - known.keys():
+        step = int(number)
+        of_step = {one.name for one in checkpoints if one.step == step}
+        if f"step-{step}" in known:
+            of_step = {f"step-{step}"}
+        if len(of_step) > 1:
+            raise ConfigError(
+                f"{number} is the step of {', '.join(sorted(of_step))}: give one of them"
+            )
+        known.update((number, known[name]) for name in of_step)
+    missing = [
+        f"step-{int(name)}" if name.isdecimal() else name for name in wanted if name not in known
+    ]
     if missing:
         available = list(dict.fromkeys(one.name for one in checkpoints))
         raise CheckpointNotFound(", ".join(missing), searched_places(settings), available, [])
@@ -84,7 +123,9 @@ def find_one(
     settings: Settings, name: str, *, retry_policy: RetryPolicy = RETRIES
 ) -> CheckpointStatus:
     """Return what `find_all` does, and look at other checkpoints only where that is needed."""
-    storage = storage_of(settings, retry_policy) if is_checkpoint_name(name) else None
+    # A number may be a step, or a save id.
+    is_name = is_checkpoint_name(name) and not name.isdecimal()
+    storage = storage_of(settings, retry_policy) if is_name else None
     if storage is not None:
         local = [one for one in in_memory(settings) if one.name == name]
         found = merged(local, stored(_under(storage, name)))

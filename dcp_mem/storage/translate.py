@@ -11,6 +11,7 @@ from time import time
 from typing import Any
 from urllib.parse import quote, unquote
 
+from dcp_mem.config import installing
 from dcp_mem.errors import (
     CredentialsExpired,
     DcpMemError,
@@ -151,8 +152,9 @@ class Translator:
                 self.url, f"{text}. Its file system lacks what a flush needs: give another URL."
             )
         if isinstance(error, ImportError):
+            protocol = self.url.partition("://")[0]
             return StorageRefused(
-                self.url, f"{text}. Install the package that fsspec needs for this protocol."
+                self.url, f"{text}: {installing(protocol, 'the package that fsspec needs for it')}"
             )
         if says(error, *_EXPIRED):
             return CredentialsExpired(self.url, f"{_EXPIRED_TEXT} ({text})")

@@ -16,11 +16,12 @@ from dcp_mem import ConfigError
 from dcp_mem.common.values import RECOVERIES
 from dcp_mem.config import checkpoint_name
 from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries, to_lines
-from dcp_mem.loading.finish import leave_record, recoveries_on
+from dcp_mem.loading.finish import leave_record
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.recoveries import add_recovery, recoveries_in
 from dcp_mem.storage import Storage
 from dcp_mem.storage.posix import PosixStorage
+from dcp_mem.storage.recoveries import recoveries_on
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import Job, load_anew, save, save_in_two_places
 from tests.support.processes.forks import forked_ranks

@@ -406,7 +406,7 @@ def test_a_protocol_whose_package_is_broken_says_what_to_install(
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"].__dict__["_registry"], "s3", raising=False)
     text = _failure(lambda: open_storage("s3://bucket/job", {}), StorageRefused)
-    assert "Install the package that fsspec needs for this protocol" in text
+    assert "pip install 'dcp_mem[s3]'" in text
 
 
 class _TalkativeFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]

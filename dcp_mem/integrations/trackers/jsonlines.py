@@ -20,7 +20,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.path.abspath(path)
+        self._path = os.path.abspath(os.path.expanduser(path))
 
     def track(self, event: Event) -> None:
         facts = asdict(event)

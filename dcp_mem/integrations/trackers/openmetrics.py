@@ -32,7 +32,7 @@ class OpenMetrics:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.path.abspath(path)
+        self._path = os.path.abspath(os.path.expanduser(path))
         self._metrics = _Metrics()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self._metrics)

@@ -1,0 +1,187 @@
+"""Parse what people type, before anything of the command itself is imported: help takes no time."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from dcp_mem.config import root_url
+from dcp_mem.errors import ConfigError
+
+STANDING = ("path", "name", "step")
+"""What the words of `follow --exec` may have in braces."""
+_IN_BRACES = re.compile(r"\{\{(\w+)\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command of the tool; `dcp_mem.cli.<its name>` has the function `run` that does it."""
+
+    short: str  # for the list of commands
+    text: str  # its help; after "Examples:", how it is used
+    own: Sequence[click.Parameter] = ()  # what it takes besides the options of all commands
+    needs_root: bool = True
+    needs_job: bool = True  # nothing can be done without a root or a job's name
+    # raises UsageError for options that don't go together; it gets all by their names
+    check: Callable[[Mapping[str, Any]], None] | None = None
+
+
+class Group(click.Group):
+    """All commands, from a table."""
+
+    def __init__(self, table: Mapping[str, Command], **options: Any) -> None:
+        super().__init__(**options)
+        self._table = table
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self._table)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        return _for_click(name, self._table[name]) if name in self._table else None
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self._table:
+            context.fail(_unknown(args[0], list(self._table)))
+        return super().resolve_command(context, args)
+
+
+def option(*names: str, **facts: Any) -> click.Option:
+    return click.Option(names, **facts)
+
+
+def argument(name: str, **facts: Any) -> click.Argument:
+    return click.Argument([name], **facts)
+
+
+def repeating(what: str, shortest_seconds: float) -> list[click.Parameter]:
+    """Return the options of a command that looks again and again: `seconds`, `times`."""
+    every = option(
+        *("--every", "seconds"),
+        type=click.FloatRange(shortest_seconds),
+        default=1.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Pause between two looks.",
+    )
+    end = f"End after N {what}."
+    return [every, option("--times", metavar="N", type=click.IntRange(1), help=end)]
+
+
+def key_values(
+    context: click.Context, parameter: click.Parameter, given: Sequence[str]
+) -> dict[str, Any]:
+    """Return options for the storage from texts KEY=VALUE, where VALUE may be JSON."""
+    options: dict[str, Any] = {}
+    for one in given:
+        key, separator, text = one.partition("=")
+        if not separator or not key:
+            raise ConfigError(
+                f"option {key!r}: give KEY=VALUE, such as key=minio or client_kwargs='{{…}}'"
+            )
+        try:
+            options[key] = json.loads(text)
+        except ValueError:
+            options[key] = text
+    return options
+
+
+def at_home(context: click.Context, parameter: click.Parameter, path: str) -> str:
+    """Return a path in which the shell hasn't put the user's directory in place of ~."""
+    return os.path.expanduser(path)
+
+
+def words_of(context: click.Context, parameter: click.Parameter, text: str | None) -> Sequence[str]:
+    """Return the words of a program to run; refuse one that isn't there, and unknown {names}."""
+    if text is None:
+        return ()
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise click.UsageError(f"--exec {text!r}: {error}", context) from None
+    for _, name in _IN_BRACES.findall(text):
+        if name and name not in STANDING:
+            *first, last = (f"{{{one}}}" for one in STANDING)
+            close = _did_you_mean(name, STANDING)
+            raise click.UsageError(
+                f"--exec {text!r}: {{{name}}} stands for nothing here{close}: {', '.join(first)} "
+                f"and {last} can be given; {{{{{name}}}}} is passed on as {{{name}}}",
+                context,
+            )
+    if not words or not (_IN_BRACES.search(words[0]) or shutil.which(words[0])):
+        raise click.UsageError(f"--exec {text!r}: there is no such command", context)
+    return words
+
+
+def filled(word: str, values: Mapping[str, str]) -> str:
+    """Return a word of `--exec` with what its names stand for."""
+    return _IN_BRACES.sub(lambda found: values[found[2]] if found[2] else f"{{{found[1]}}}", word)
+
+
+_COMMON = (
+    option(
+        "--memory-root",
+        metavar="DIR",
+        help="The directory in tmpfs [default: $DCP_MEM_ROOT or /dev/shm/dcp_mem-UID].",
+    ),
+    option("--job", metavar="NAME", help="The job's name in memory [default: made from ROOT]."),
+    option(
+        *("--storage-option", "storage_options"),
+        metavar="KEY=VALUE",
+        multiple=True,
+        callback=key_values,
+        help="For the storage, as in storage_options=; may be JSON, and may be repeated. "
+        "Secrets belong in the environment: others on this machine see command lines.",
+    ),
+    option("--json", "is_json", is_flag=True, help="Print one JSON object in place of text."),
+    option("--no-color", is_flag=True, help="No colours; the same as setting $NO_COLOR."),
+    option("--debug", is_flag=True, help="Log everything, and show tracebacks of errors."),
+)
+"""The options of every command."""
+
+
+def _for_click(name: str, command: Command) -> click.Command:
+    def run(**given: Any) -> Any:
+        given["root"] = None if given["root"] == "-" else root_url(given["root"])
+        if command.needs_job and given["root"] is None and given["job"] is None:
+            raise ConfigError(
+                "say which job: give its ROOT on storage, or --job and nothing else for one that "
+                "is in memory only"
+            )
+        if command.check is not None:
+            command.check(given)
+        # Only now: what commands do may take torch, which takes seconds.
+        return importlib.import_module("dcp_mem.cli.options").run(name, **given)
+
+    first, _, examples = command.text.strip().partition("\n\nExamples:\n")
+    return click.Command(
+        name,
+        params=[argument("root", required=command.needs_root), *command.own, *_COMMON],
+        callback=run,
+        help=first,
+        short_help=command.short,
+        epilog="\b\nExamples:\n" + examples,
+    )
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    """Return what to say of a command that there isn't."""
+    if "/" in name or "://" in name:
+        return f"a command comes before ROOT: dcp-mem ls {name}"
+    return f"No such command {name!r}{_did_you_mean(name, known)}; they are {', '.join(known)}"
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
