@@ -65,6 +65,17 @@ TITLES = {
     "torchft": "torchft",
     "torchtitan": "torchtitan",
 }
+RANK = {
+    "adr/": 0.1,
+    "api/": 0.3,
+    "benchmarks/results/": 0.01,
+    "CHANGELOG": 0.1,
+    "export": 2,
+    "operating": 2,
+    "replication": 2,
+    "storage-backends": 2,
+}
+"""How much the search lifts pages, by how their names begin: guides come first."""
 
 _API = """# API
 
@@ -72,8 +83,14 @@ Every name that users import, from its docstring. How they are used together:
 [the manager](../manager.md), [training state](../training-state.md),
 [saves behind training](../async.md).
 """
+_RUNS = """# Raw runs
+
+Every run of the benchmarks with its tables, spreads and notes, the newest first. What they come to
+is in [What checkpoints cost](RESULTS.md).
+"""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FILE = re.compile(r"[\w./-]+\.md")
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _FENCE = re.compile(r"(^```.*?^```|^~~~.*?^~~~)", re.DOTALL | re.MULTILINE)
 
 
@@ -83,9 +100,6 @@ _FENCE = re.compile(r"(^```.*?^```|^~~~.*?^~~~)", re.DOTALL | re.MULTILINE)
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages that are listed nowhere by hand into the navigation."""
     _section(config.nav, "api/index.md").extend({_title(part): _api(part)} for part in _parts())
-    _section(config.nav, "benchmarks/RESULTS.md").extend(
-        [{"Runs by date": [{one.stem: f"benchmarks/results/{one.name}"} for one in _runs()]}]
-    )
     _section(config.nav, "adr/index.md").extend(
         {_number_and_title(path): f"adr/{path.name}"} for path in _decisions()
     )
@@ -117,6 +131,8 @@ def _made() -> Iterator[tuple[str, str]]:
         yield _api(part), "\n".join(blocks)
     rows = [f"- [{_number_and_title(path)}]({path.name})\n" for path in _decisions()]
     yield "adr/index.md", "# Decisions\n\nWhat was decided, and why.\n\n" + "".join(rows)
+    rows = [f"- [{path.stem}](results/{path.name})\n" for path in _runs()]
+    yield "benchmarks/runs.md", f"{_RUNS}\n{''.join(rows)}"
 
 
 def _api_index() -> str:
@@ -188,6 +204,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta.setdefault("hide", ["navigation"])
     if uri.startswith("benchmarks/"):  # Wide tables.
         page.meta.setdefault("hide", ["toc"])
+    for begin, boost in RANK.items():
+        if uri.startswith(begin):
+            page.meta.setdefault("search", {"boost": boost})
     origin = next((path for path, there in BESIDE.items() if there == uri), None)
     if origin is None:
         origin = uri if uri.startswith("benchmarks/") else f"docs/{uri}"
@@ -210,6 +229,21 @@ def _link(found: re.Match[str], origin: str, uri: str, files: Files) -> str:
     if _FILE.fullmatch(text):
         text = _heading(file)
     return f"{sign}[{text}]({posixpath.relpath(there, posixpath.dirname(uri))}{mark}{anchor})"
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Name the column of each cell of a wide table: a narrow screen shows rows as cards."""
+    return _TABLE.sub(lambda found: _labelled(found[0]), html)
+
+
+def _labelled(table: str) -> str:
+    columns = [re.sub("<[^>]*>", "", one) for one in re.findall(r"<th[^>]*>(.*?)</th>", table)]
+    if len(columns) < 4:
+        return table
+    cells = iter(columns * table.count("<tr>"))
+    head, body = table.split("</thead>")
+    body = re.sub("<td", lambda _: f'<td data-column="{next(cells)}"', body)
+    return f"{head.replace('<table', '<table data-wide', 1)}</thead>{body}"
 
 
 def _heading(file: File) -> str:

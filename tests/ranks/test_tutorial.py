@@ -13,7 +13,7 @@ from tests.support import REPOSITORY
 from tests.support.processes.launch import TETHER
 
 _BLOCK = re.compile(r"```(bash|python|text)\n(.*?)```", re.DOTALL)
-_INSTALL = "pip install dcp_mem\n"
+_INSTALL = "pip install "
 _SECONDS = 120
 _AGENT_SECONDS = 300
 """For the agent, which leaves the processor to everybody else."""
@@ -27,13 +27,13 @@ _CHANGING = re.compile(r"\d+ (?:s|min)|loss.\d+\.\d+|[\d.]+ [KM]iB")
 def test_the_tutorials_commands_print_what_it_shows(memory_root: Path, tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "tutorial.md").read_text()
     blocks: list[tuple[str, str]] = _BLOCK.findall(page)
-    assert ("bash", _INSTALL) in blocks
+    assert any(kind == "bash" and text.startswith(_INSTALL) for kind, text in blocks)
     (script,) = (text for kind, text in blocks if kind == "python")
     (tmp_path / "train.py").write_text(script)
 
     command, printed, losses = "", "", []
     for kind, text in blocks:
-        if kind == "bash" and text != _INSTALL:
+        if kind == "bash" and not text.startswith(_INSTALL):
             command = text.replace("/dev/shm", str(memory_root))
             printed = _run(command, memory_root, tmp_path)
             losses += re.findall(r"step 99, loss ([\d.]+)", printed)
