@@ -53,6 +53,9 @@ def open_next(load: LoadAttempt) -> OpenCheckpoint:
         except CannotOpen as error:
             log.warning("%s can't be opened (%s)", candidate.name, error)
             load.note(candidate, str(error))
+            if error.lacking:  # another node, or storage, may have them
+                load.mark_damaged(error.lacking)
+                load.adopt_again(elect_together(load, load.search))
             continue
         for reason in load.reasons:
             log.info("passed over %s", reason)
@@ -210,7 +213,8 @@ def _decide(load: LoadAttempt, search: Search, surveys: Sequence[_Survey]) -> _D
 def _survey_memory(load: LoadAttempt, search: Search) -> list[FoundCheckpoint]:
     if load.request.refusal is not None:
         raise load.request.refusal
-    return survey_memory(load.memory, search, load.damaged_ranks)
+    findings, load.local = survey_memory(load.memory, search, load.damaged_ranks)
+    return findings
 
 
 def _elect(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import weakref
@@ -14,7 +13,6 @@ from typing import TypeVar
 import numpy as np
 
 from dcp_mem.common.files import read_bytes
-from dcp_mem.common.values import Segment
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Extent
@@ -80,32 +78,13 @@ class MemorySource:
         self._open(path, 0)
         if Manifest.from_json(self._read_file(path)).save_id != manifest.save_id:
             raise self._corrupt(0, "it was replaced by a newer save")
-        listed = set(os.listdir(self.checkpoint.directory))
-        for segment in manifest.segments:
-            if segment.rank in damaged:
-                self.lacking[segment.rank] = (
-                    f"segment of rank {names.home_rank(segment.rank)}: it is damaged"
-                )
-            elif segment.file in listed:
-                self._open_segment(segment)
-            elif segment.node == node:
-                why = f"{segment.file}: {os.strerror(errno.ENOENT)}"
-                self.lacking[segment.rank] = (
-                    f"segment of rank {names.home_rank(segment.rank)}: {why}"
-                )
-
-    def _open_segment(self, segment: Segment) -> None:
-        try:
-            descriptor = self._open(self.checkpoint.segment_path(segment.file), segment.rank)
-        except SegmentCorrupt as error:  # it has just been recycled
-            self.lacking[segment.rank] = str(error)
-            return
-        nbytes = os.fstat(descriptor).st_size
-        if nbytes < segment.nbytes:
-            why = f"{nbytes} of {segment.nbytes} bytes"
-            self.lacking[segment.rank] = f"segment of rank {names.home_rank(segment.rank)}: {why}"
-            return
-        self._descriptors[segment.file] = descriptor
+        here, self.lacking = self.checkpoint.segments_here(node, damaged)
+        for segment in here:
+            path = self.checkpoint.segment_path(segment.file)
+            try:
+                self._descriptors[segment.file] = self._open(path, segment.rank)
+            except SegmentCorrupt as error:  # it has just been recycled, or is locked for good
+                self.lacking[segment.rank] = str(error)
 
     @property
     def files(self) -> Collection[str]:
