@@ -71,7 +71,7 @@ class LoadAttempt:
     """
 
     def __init__(self, request: LoadRequest, storage_survey: StorageSurvey | None = None) -> None:
-        self.request = request
+        self.request, self.ranks, self.storage = request, request.ranks, request.places.storage
         self.search = Search(request.wanted, names.COLLECTIVE)
         self.memory: JobMemory | None = request.places.memory
         self.local: Sequence[LocalCheckpoint] = ()
@@ -85,19 +85,9 @@ class LoadAttempt:
         self._damaged: set[tuple[str, int]] = set()  # (save id, rank), in this node's memory
 
     @property
-    def ranks(self) -> Ranks:
-        """The ranks that load together."""
-        return self.request.ranks
-
-    @property
-    def storage(self) -> Storage | None:
-        """The job's storage."""
-        return self.request.places.storage
-
-    @property
     def is_collective(self) -> bool:
         """Whether the candidates are checkpoints that all ranks saved together."""
-        return self.search.is_collective
+        return self.search.scope == names.COLLECTIVE
 
     # -- candidates --------------------------------------------------------------------------------
 
@@ -126,7 +116,7 @@ class LoadAttempt:
 
     def contradiction(self) -> str:
         """Return how steps contradict the choice of the last candidate; "" where they don't."""
-        last, *older = (one.place for one in self._candidates[self._tried - 1 :])
+        last, *older = [one.place for one in self._candidates[self._tried - 1 :]]
         return "" if self.request.wanted is not None else contradiction(last, older)
 
     def note(self, choice: ElectedCheckpoint, why: str) -> None:

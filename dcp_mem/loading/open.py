@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -77,10 +79,12 @@ def open_together(load: LoadAttempt, choice: ElectedCheckpoint) -> OpenCheckpoin
     Raises CannotOpen.
     """
     with ExitStack() as unless_opened:
-        located = attempt(lambda: unless_opened.enter_context(closing(_locate(load, choice))))
+        located = attempt(partial(_locate, load, choice))
+        if located.error is None:
+            unless_opened.enter_context(closing(located.value))
         memory = located.value.memory if located.error is None else None
         files = _share_files(load, choice, memory)
-        opened = attempt(lambda: _open(load, choice, located.value, files))
+        opened = attempt(partial(_open, load, choice, located, files))
         lacking = located.value.lacking if located.error is None else frozenset()
         own: _Outcome = load.ranks.rank, _trouble(opened), lacking
         _, trouble, lacking = load.ranks.all_reduce(own, _joined)
@@ -108,13 +112,16 @@ def _trouble(opened: Attempted[OpenCheckpoint]) -> str:
 
 
 def _open(
-    load: LoadAttempt, choice: ElectedCheckpoint, located: _Located, files: SharedFiles
+    load: LoadAttempt,
+    choice: ElectedCheckpoint,
+    attempted: Attempted[_Located],
+    files: SharedFiles,
 ) -> OpenCheckpoint:
     """Open a checkpoint on this rank; its usable sources count, troubles with others are noted.
 
     The nearest usable source describes it; on a rank without sources, the description files do.
     """
-    description: Description | None = None
+    located, description = attempted.value, cast("Description | None", None)
     sources: list[Source] = []
     troubles = [located.trouble] if located.trouble else []
     for source in (located.memory, located.stored):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
@@ -27,7 +27,7 @@ from dcp_mem.loading.sources.base import (
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.checked_reads import CheckedReader
 from dcp_mem.memory.checkpoint import LocalCheckpoint, checksums_of
-from dcp_mem.memory.copying import Move, read, read_many, work_off
+from dcp_mem.memory.copying import Move, read, read_many
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.views import fill, lent, view_of
 from dcp_mem.planning.reads import DirectRead
@@ -94,15 +94,6 @@ class MemorySource:
     def has(self, file: str) -> bool:
         """Return whether the segment lies here whole."""
         return file in self._descriptors
-
-    def verify(self, file: str, extents: Iterable[Extent]) -> None:
-        """Hold bytes of a segment against the checksums beside it, if they have been made.
-
-        Raises SegmentCorrupt.
-        """
-        if self._checksums_of(file) is not None:
-            pieces = [piece for extent in merged(extents) for piece in cut(extent, None)]
-            work_off(pieces, lambda piece: self.checked(file, *piece))
 
     def checked(self, file: str, start: int, stop: int) -> tuple[memoryview, int]:
         """Return bytes [start, stop) of a segment, mapped, and their CRC32C.
@@ -207,11 +198,10 @@ class MemorySource:
         `verify`: hold them against the checksums beside the segment, if they have been made. Raises
         SegmentCorrupt.
         """
-        known = self._checksums_of(file) if verify else None
-        if known is None:
+        reader = self._reader_of(file) if verify else None
+        if reader is None:
             self._read_many(file, payloads)
             return
-        reader = CheckedReader(self._descriptor_of(file), *known)
         damaged = self._guarded(
             file, lambda: reader.read(payloads.address, payloads.offset, payloads.nbytes)
         )
