@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dcp_mem.comm import SingleRank
 from dcp_mem.comm.agreement import attempt_or_log, described
+from dcp_mem.common import files
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import RECOVERIES, Outcome
@@ -32,8 +33,7 @@ from dcp_mem.loading.repair import CannotRepair, Repair, begin_repair
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.sources.remote import PEERS
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.memory.recoveries import add_recovery, recoveries_in
+from dcp_mem.memory.locks import end_lease, in_turn, open_leased
 from dcp_mem.memory.root import node_id
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.policy.redundancy import Redundancy
@@ -102,7 +102,7 @@ def _by_kind(used: Counter[str]) -> dict[str, int]:
     return {kind: added[kind] for kind in _KINDS if kind in added}
 
 
-_MOST_LINES = 1_000
+_MOST_RECORDS = 1_000
 _STORAGE_TIMEOUT = 1.0
 """Seconds that training waits for storage to take the record; after that it goes on meanwhile."""
 
@@ -141,6 +141,26 @@ def leave_record(record: RecoveryRecord, memory: JobMemory | None, storage: Stor
         daemon(lambda: _put(storage, record, memory)).join(_STORAGE_TIMEOUT)
 
 
+def recoveries_in(memory: JobMemory) -> list[RecoveryRecord]:
+    """Return the records in memory, in the order of time."""
+    return merge_recoveries(from_lines(_lines_in(memory)), most=_MOST_RECORDS)
+
+
+def add_recovery(memory: JobMemory, recovery: RecoveryRecord) -> None:
+    """Add a record; others are kept as they are, unread, since every load waits for this."""
+    with in_turn(memory.directory):
+        kept = _lines_in(memory).splitlines(keepends=True)[1 - _MOST_RECORDS :]
+        path = os.path.join(memory.directory, RECOVERIES)
+        files.write_atomically(path, b"".join(kept) + to_lines([recovery]))
+
+
+def _lines_in(memory: JobMemory) -> bytes:
+    try:
+        return files.read_bytes(os.path.join(memory.directory, RECOVERIES))
+    except FileNotFoundError:
+        return b""
+
+
 def recoveries_on(storage: Storage) -> list[RecoveryRecord]:
     """Return the records on storage, oldest first.
 
@@ -148,7 +168,7 @@ def recoveries_on(storage: Storage) -> list[RecoveryRecord]:
     """
     try:
         found = from_lines(storage.get(names.job_file(RECOVERIES)))
-        return merge_recoveries(found, most=_MOST_LINES)
+        return merge_recoveries(found, most=_MOST_RECORDS)
     except StorageKeyMissing:
         return []
 
@@ -160,7 +180,7 @@ def _put(storage: Storage, record: RecoveryRecord, memory: JobMemory | None) -> 
         with contextlib.suppress(OSError):  # it was said, when the record was to go there
             earlier = recoveries_in(memory)
     try:
-        known = merge_recoveries(recoveries_on(storage), earlier, [record], most=_MOST_LINES)
+        known = merge_recoveries(recoveries_on(storage), earlier, [record], most=_MOST_RECORDS)
         storage.put(names.job_file(RECOVERIES), to_lines(known))
     except Exception as error:  # the checkpoint is loaded, whatever this may be
         # A job that only reads may not be allowed to write.

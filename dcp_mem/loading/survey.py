@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -57,13 +58,22 @@ def survey_memory(
     if memory is None:
         return [], []
     found = memory.checkpoints() if search.wanted is None else memory.find(search.wanted)
-    local = [checkpoint for checkpoint in found if checkpoint.manifest.scope == search.scope]
-    damaged = [
-        FoundCheckpoint(name=name, save_id="", place=Place(number=UNNUMBERED), problem=why)
-        for name, why in memory.damaged_manifests(search.scope).items()
-        if search.wanted in (None, name)
-    ]
-    return damaged + [_finding(memory, one, damaged_ranks(one)) for one in local], local
+    local, problems = list[LocalCheckpoint](), dict[str, str]()
+    for name, why in memory.damaged_manifests(search.scope).items():
+        if search.wanted in (None, name):
+            problems[name] = why
+    for one in [one for one in found if one.manifest.scope == search.scope]:
+        if os.path.basename(one.directory) == one.name:
+            local.append(one)
+        else:
+            problems[one.name] = f"it lies in {one.directory}, which has another name"
+    return [
+        *(
+            FoundCheckpoint(name=name, save_id="", place=Place(number=UNNUMBERED), problem=why)
+            for name, why in problems.items()
+        ),
+        *[_finding(memory, one, damaged_ranks(one)) for one in local],
+    ], local
 
 
 def _finding(

@@ -14,9 +14,8 @@ from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.history import HistoryRow, from_csv, row_of
 from dcp_mem.format.recoveries import RecoveryRecord, merge_recoveries
-from dcp_mem.loading.finish import recoveries_on
+from dcp_mem.loading.finish import recoveries_in, recoveries_on
 from dcp_mem.memory.checkpoint import LocalCheckpoint
-from dcp_mem.memory.recoveries import recoveries_in
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
 from dcp_mem.storage import OfOneFile

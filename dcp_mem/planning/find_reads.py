@@ -49,10 +49,8 @@ def find_reads(
         return None
     rows = _needed_rows(plan, entry, catalog) if catalog.has_many_rows else catalog.rows()
     locations = _Locations(catalog, rows, save_id, tails)
-    tensors, objects = (
-        _Tensors.of(plan, values, entry, locations, into_devices=into_devices),
-        _Objects.of(plan, entry, locations),
-    )
+    tensors = _Tensors.of(plan, values, entry, locations, into_devices=into_devices)
+    objects = _Objects.of(plan, entry, locations)
     if tensors is None or objects is None:
         return None
     is_direct = tensors.are_direct()
@@ -196,7 +194,7 @@ class _Tensors:
             widened(saved.offset, width, 0), widened(saved.extent, width, 1), saved.first
         )
         overlaps = index.find(wanted)
-        found, needed = (boxes.extent.prod(axis=1).sum() for boxes in (overlaps, wanted))
+        found, needed = overlaps.extent.prod(axis=1).sum(), wanted.extent.prod(axis=1).sum()
         if (saved.writer[overlaps.row] < 0).any() or found < needed:
             return None
         return _Tensors(
@@ -228,13 +226,9 @@ class _Tensors:
         It can if a chunk is wanted just as it was saved, in memory that its bytes can be read into.
         """
         overlaps, saved, wanted = self.overlaps, self.locations.catalog.table, self.plan.table
-        numbers = {
-            name: number
-            for number, name in enumerate(dict.fromkeys(one.dtype for one in (*saved, *wanted)))
-        }
-        dtype_saved, dtype_wanted = (
-            np.array([numbers[one.dtype] for one in table], np.int64) for table in (saved, wanted)
-        )
+        dtypes = [one.dtype for one in (*saved, *wanted)]
+        numbers = np.array(list(map(dtypes.index, dtypes)), np.int64)
+        dtype_saved, dtype_wanted = numbers[: len(saved)], numbers[len(saved) :]
         itemsize = np.array([dtype_named(one.dtype).itemsize for one in saved], np.int64)
         payload_offset, payload_nbytes = self._payloads(overlaps.row)
         is_whole: Bools = (overlaps.extent == self.wanted.extent[overlaps.wanted]).all(axis=1)
@@ -283,7 +277,7 @@ class _Tensors:
             offset,
             length,
         ) in zip(
-            zip(*(column.tolist() for column in columns), strict=True),
+            zip(*map(np.ndarray.tolist, columns), strict=True),
             self.locations.extents(row),
             strict=True,
         ):

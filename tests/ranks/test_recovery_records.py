@@ -16,9 +16,8 @@ from dcp_mem import ConfigError
 from dcp_mem.common.values import RECOVERIES
 from dcp_mem.config import checkpoint_name
 from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries, to_lines
-from dcp_mem.loading.finish import leave_record, recoveries_on
+from dcp_mem.loading.finish import add_recovery, leave_record, recoveries_in, recoveries_on
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.recoveries import add_recovery, recoveries_in
 from dcp_mem.storage import Storage
 from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.damage import flip
@@ -126,7 +125,7 @@ def test_of_too_many_the_last_ones_stay_each_once() -> None:
 def test_in_memory_the_last_ones_stay_whatever_the_others_are(
     memory_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_mem.memory.recoveries._MOST_RECORDS", 4)
+    monkeypatch.setattr("dcp_mem.loading.finish._MOST_RECORDS", 4)
     job = Job(None, str(memory_root))
     job.directory.mkdir(mode=0o700)
     path = job.directory / RECOVERIES
