@@ -149,9 +149,9 @@ def recoveries_in(memory: JobMemory) -> list[RecoveryRecord]:
 def add_recovery(memory: JobMemory, recovery: RecoveryRecord) -> None:
     """Add a record; others are kept as they are, unread, since every load waits for this."""
     with in_turn(memory.directory):
-        kept = _lines_in(memory).splitlines(keepends=True)[1 - _MOST_RECORDS :]
+        kept = [*_lines_in(memory).splitlines()[1 - _MOST_RECORDS :], b""]
         path = os.path.join(memory.directory, RECOVERIES)
-        files.write_atomically(path, b"".join(kept) + to_lines([recovery]))
+        files.write_atomically(path, b"\n".join(kept) + to_lines([recovery]))
 
 
 def _lines_in(memory: JobMemory) -> bytes:
