@@ -62,7 +62,7 @@ class Attempted(Generic[T]):
 def attempt(act: Callable[[], T]) -> Attempted[T]:
     """Call `act`, and keep what it returns or raises.
 
-    What isn't an Exception is raised at once: call this within `leaving` where other ranks wait.
+    What isn't an Exception is raised at once: where other ranks wait, `attempt_or_leave`.
     """
     try:
         return Attempted((act(),))
@@ -83,16 +83,13 @@ def attempt_or_log(what: str, act: Callable[[], T]) -> T | None:
     return None
 
 
-@contextmanager
-def leaving(ranks: Ranks) -> Iterator[None]:
-    """Leave the ranks where the block raises what isn't an Exception, such as KeyboardInterrupt.
+def attempt_or_leave(ranks: Ranks, act: Callable[[], T]) -> Attempted[T]:
+    """Attempt; leave the ranks where that raises what isn't an Exception, as KeyboardInterrupt.
 
     The process may live on after it, so the other ranks wouldn't notice that their call is in vain.
     """
     try:
-        yield
-    except Exception:
-        raise
+        return attempt(act)
     except BaseException as error:
         ranks.leave(described(error))
         raise
@@ -185,8 +182,7 @@ def on_all_ranks(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
     `what`: what is attempted, for the text of the error ("publishing step-100"). `act`: this rank's
     work. It must not talk to other ranks. Raises Exception, RankFailed.
     """
-    with leaving(ranks):
-        own = attempt(act)
+    own = attempt_or_leave(ranks, act)
     try:
         failures = ranks.all_reduce(own.failures(ranks.rank), joined)
     except RankFailed:
@@ -213,8 +209,7 @@ def from_all_ranks(
     `decide`: makes the decision from all ranks' results, by rank; called on rank 0, and only if no
     rank has failed. The decision can be sent as well. Raises Exception, RankFailed.
     """
-    with leaving(ranks):
-        own = attempt(act)
+    own = attempt_or_leave(ranks, act)
     try:
         gathered = ranks.gather((own._values, own.failures(ranks.rank)), _with_equal_ones_once)
         decision = _on_rank_0(ranks, lambda: decide(_values_of_all(what, gathered)))
@@ -245,13 +240,12 @@ def _on_rank_0(ranks: Ranks, act: Callable[[], T]) -> Attempted[T] | None:
     """Attempt something on rank 0; return None on the other ranks."""
     if ranks.rank != 0:
         return None
-    with leaving(ranks):
-        return attempt(act)
+    return attempt_or_leave(ranks, act)
 
 
 def _values_of_all(what: str, gathered: Sequence[tuple[tuple[T, ...], Failures]]) -> Sequence[T]:
     """Return all ranks' values, by rank. Raise RankFailed if a rank has failed."""
-    failures = tuple(failure for _, of_rank in gathered for failure in of_rank)
+    failures = tuple([failure for _, of_rank in gathered for failure in of_rank])
     raise_together(what, failures[:_MOST_FAILURES])
     return [values[0] for values, _ in gathered]
 

@@ -362,7 +362,7 @@ def _unpacked(packed: Packed) -> Catalog:
     return Catalog(
         names=names,
         paths=_paths(names, packed.facts["paths"]),
-        table=tuple(_read(one) for one in packed.facts["table"]),
+        table=tuple(map(_read, packed.facts["table"])),
         layouts=_layouts(matrix(columns, "items", 4), columns["layouts"]),
         planner_pickle=packed.blobs["planner_pickle"],
         boxes=read_runs(columns, _BOXES),
@@ -387,8 +387,8 @@ def _refuse_other_runs(catalog: Catalog, nbytes: int) -> None:
     # Before memory is taken for them; as floats, whose sum doesn't overflow.
     if float(lengths.sum(dtype=np.float64)) > _ROWS_PER_BYTE * nbytes:
         raise ValueError("more rows than a catalog of this size has")
-    others = (places[numbers], *boxes[offsets].T, *boxes[extents].T)
-    if any((one != lengths).any() for one in others):
+    others = np.stack([places[numbers], *boxes[offsets].T, *boxes[extents].T])
+    if (others != lengths).any():
         raise ValueError("runs of other lengths")
 
 

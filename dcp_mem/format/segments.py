@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -65,6 +65,22 @@ class Segments(Sequence[Segment]):
 
     def __len__(self) -> int:
         return len(self.rank)
+
+    def __iter__(self) -> Iterator[Segment]:
+        columns = self.rank, self.node, self.nbytes, self.layout, self.tail
+        return iter(
+            [
+                Segment(
+                    rank=rank,
+                    node=node,
+                    file=segment_file(rank, self.save_id),
+                    nbytes=nbytes,
+                    layout=layout,
+                    tail=tail,
+                )
+                for rank, node, nbytes, layout, tail in zip(*columns, strict=True)
+            ]
+        )
 
     @overload
     def __getitem__(self, number: int) -> Segment: ...

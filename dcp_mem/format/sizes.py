@@ -7,6 +7,7 @@ the whole machine, and so can a small zip that unpacks to gigabytes.
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import pickletools
 import zipfile
@@ -14,6 +15,7 @@ from typing import Any
 
 from dcp_mem.errors import SizeRefused
 
+_FILE_SIZE = operator.attrgetter("file_size")
 _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
@@ -99,7 +101,7 @@ def refuse_packed_stream(data: memoryview, what: str) -> None:
         return
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            unpacked = sum(record.file_size for record in archive.infolist())
+            unpacked = sum(map(_FILE_SIZE, archive.infolist()))
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
         return  # torch says what is wrong with it
     _check(unpacked, len(data), what)

@@ -13,8 +13,7 @@ from dcp_mem.common.parallel import in_parallel
 from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
-from dcp_mem.format.manifest import ItemTable
-from dcp_mem.loading.payloads import TableIndex
+from dcp_mem.loading.payloads import TableIndex, table_index
 from dcp_mem.loading.pending import PendingItem, PendingItems
 from dcp_mem.loading.sources.base import Source
 from dcp_mem.memory.copying import copy_here
@@ -38,7 +37,7 @@ class Fetcher:
         """
         self._source, self._checkpoint, self._verify = source, checkpoint, verify
         self.names_of: Callable[[str, int, int], str] = lambda file, start, stop: ""
-        self._tables = {file: _index(table) for file, table in source.tables(files).items()}
+        self._tables = {file: table_index(table) for file, table in source.tables(files).items()}
         self._edges: dict[str, list[int]] = {}
 
     def table(self, file: str) -> TableIndex | None:
@@ -47,7 +46,7 @@ class Fetcher:
         Raises SegmentCorrupt.
         """
         if file not in self._tables:
-            self._tables[file] = _index(self._source.tables([file])[file])
+            self._tables[file] = table_index(self._source.tables([file])[file])
         return self._tables[file]
 
     def fetch(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
@@ -99,10 +98,6 @@ class Fetcher:
         items = self.names_of(file, low, high) or "bytes that nobody here awaits"
         detail = f"{items}: {sums}, in bytes {low} to {high} of {file}"
         return SegmentCorrupt(self._checkpoint, names.rank_of(file), self._source.label, detail)
-
-
-def _index(table: ItemTable | None) -> TableIndex | None:
-    return None if table is None else TableIndex(table)
 
 
 def fetch_all(

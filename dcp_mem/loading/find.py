@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dcp_mem.comm.agreement import Failures, from_all_ranks, joined, known_to_all
 from dcp_mem.common import faults
@@ -53,6 +54,9 @@ def open_next(load: LoadAttempt) -> OpenCheckpoint:
         except CannotOpen as error:
             log.warning("%s can't be opened (%s)", candidate.name, error)
             load.note(candidate, str(error))
+            if error.lacking:  # another node, or storage, may have them
+                load.mark_damaged(error.lacking)
+                load.adopt_again(elect_together(load, load.search))
             continue
         for reason in load.reasons:
             log.info("passed over %s", reason)
@@ -180,8 +184,8 @@ def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
     decision = from_all_ranks(
         load.ranks,
         _LOOKING,
-        lambda: _Survey(search.wanted, _survey_memory(load, search), load.request.plans_itself),
-        lambda surveys: _decide(load, search, surveys),
+        partial(_survey, load, search),
+        partial(_decide, load, search),
     )
     faults.point("recover.surveyed")
     if decision.wanted:
@@ -194,6 +198,10 @@ def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
         plan = in_common(load.ranks.exchange(_elect(load, search, [findings])))
     note_seen(load.request.settings, plan.newest)
     return plan
+
+
+def _survey(load: LoadAttempt, search: Search) -> _Survey:
+    return _Survey(search.wanted, _survey_memory(load, search), load.request.plans_itself)
 
 
 def _decide(load: LoadAttempt, search: Search, surveys: Sequence[_Survey]) -> _Decision:
@@ -210,21 +218,18 @@ def _decide(load: LoadAttempt, search: Search, surveys: Sequence[_Survey]) -> _D
 def _survey_memory(load: LoadAttempt, search: Search) -> list[FoundCheckpoint]:
     if load.request.refusal is not None:
         raise load.request.refusal
-    return survey_memory(load.memory, search, load.damaged_ranks)
+    findings, load.local = survey_memory(load.memory, search, load.damaged_ranks)
+    return findings
 
 
 def _elect(
     load: LoadAttempt, search: Search, inventories: Sequence[Sequence[FoundCheckpoint]]
 ) -> RecoveryPlan:
     """Survey storage, and elect from what memory and storage have."""
-    has_any = any(not (one.problem or one.rejected) for found in inventories for one in found)
-    directories = {
-        one.name
-        for found in inventories
-        for one in found
-        if one.replaces is not None and not one.was_stored
-    }
+    found = [one for inventory in inventories for one in inventory]
+    sound = [one for one in found if not (one.problem or one.rejected)]
+    directories = {one.name for one in found if one.replaces is not None and not one.was_stored}
     survey = load.storage_survey
-    stored = survey.findings(search, is_needed=not has_any, directories=directories)
+    stored = survey.findings(search, is_needed=not sound, directories=directories)
     plan = elect(inventories, stored, is_named=search.wanted is not None, removed=survey.removed)
     return replace(plan, reasons=(*plan.reasons, *load.storage_survey.silence))

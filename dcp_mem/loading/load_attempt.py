@@ -62,18 +62,19 @@ DamagedSegment = tuple[str, str, int]
 class LoadAttempt:
     """A load's way through its candidates, newest first.
 
-    `storage_survey`: asks storage; None: a new one, which asks once. `search`: what surveys look
-    for now. `memory`: what this node's memory has of the job. A rebuild gives one to a node
-    without. `storage_survey`: asks storage, and remembers whether it is silent. `reasons`: why
-    candidates were passed over. `tried`: the candidates so far, in the order in which they were
-    tried. `damaged`: those of them that were opened, and turned out to be damaged for good.
-    `all_plan_themselves`: whether all ranks plan without DCP's planner.
+    `storage_survey`: asks storage, and remembers whether it is silent; None: a new one, which asks
+    once. `search`: what surveys look for now. `memory`: what this node's memory has of the job. A
+    rebuild gives one to a node without. `local`: the checkpoints that the last survey found there.
+    `reasons`: why candidates were passed over. `tried`: the candidates so far, in the order in
+    which they were tried. `damaged`: those of them that were opened, and turned out to be damaged
+    for good. `all_plan_themselves`: whether all ranks plan without DCP's planner.
     """
 
     def __init__(self, request: LoadRequest, storage_survey: StorageSurvey | None = None) -> None:
-        self.request = request
+        self.request, self.ranks, self.storage = request, request.ranks, request.places.storage
         self.search = Search(request.wanted, names.COLLECTIVE)
         self.memory: JobMemory | None = request.places.memory
+        self.local: Sequence[LocalCheckpoint] = ()
         self.storage_survey = storage_survey or StorageSurvey(request.places.storage)
         self.reasons: list[str] = []
         self.tried: list[ElectedCheckpoint] = []
@@ -84,19 +85,9 @@ class LoadAttempt:
         self._damaged: set[tuple[str, int]] = set()  # (save id, rank), in this node's memory
 
     @property
-    def ranks(self) -> Ranks:
-        """The ranks that load together."""
-        return self.request.ranks
-
-    @property
-    def storage(self) -> Storage | None:
-        """The job's storage."""
-        return self.request.places.storage
-
-    @property
     def is_collective(self) -> bool:
         """Whether the candidates are checkpoints that all ranks saved together."""
-        return self.search.is_collective
+        return self.search.scope == names.COLLECTIVE
 
     # -- candidates --------------------------------------------------------------------------------
 
@@ -125,7 +116,7 @@ class LoadAttempt:
 
     def contradiction(self) -> str:
         """Return how steps contradict the choice of the last candidate; "" where they don't."""
-        last, *older = (one.place for one in self._candidates[self._tried - 1 :])
+        last, *older = [one.place for one in self._candidates[self._tried - 1 :]]
         return "" if self.request.wanted is not None else contradiction(last, older)
 
     def note(self, choice: ElectedCheckpoint, why: str) -> None:
@@ -138,6 +129,16 @@ class LoadAttempt:
         self.damaged = others if may_pass else [*others, choice]
 
     # -- this node's memory ------------------------------------------------------------------------
+
+    def found_local(self, choice: ElectedCheckpoint) -> LocalCheckpoint | None:
+        """Return what the survey found here of a candidate."""
+        for checkpoint in self.local:
+            manifest = checkpoint.manifest
+            # A rank that saved alone has a save id of its own.
+            is_save = not self.is_collective or manifest.save_id == choice.save_id
+            if checkpoint.name == choice.name and manifest.scope == self.search.scope and is_save:
+                return checkpoint
+        return None
 
     def mark_damaged(self, damaged: Iterable[DamagedSegment]) -> None:
         """Leave these segments out of all further surveys, where they are this node's."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -11,12 +14,11 @@ from dcp_mem.comm.agreement import Attempted, attempt, described
 from dcp_mem.common import faults
 from dcp_mem.errors import DcpMemError, SegmentCorrupt
 from dcp_mem.format import names
-from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
 from dcp_mem.loading.sources.base import Description, DescriptionFiles, Source
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.sources.stored import StorageSource
 from dcp_mem.loading.survey import stored_findings
-from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.policy.order import newest_first
 from dcp_mem.storage import Storage
@@ -30,7 +32,14 @@ None where each rank reads its own: they lie in its memory, or each rank saved a
 
 
 class CannotOpen(DcpMemError):
-    """A rank can't open a candidate; the text says why."""
+    """A rank can't open a candidate; the text says why.
+
+    `lacking`: segments that the survey found in memory, and that can't be opened there.
+    """
+
+    def __init__(self, why: str, lacking: Collection[DamagedSegment] = ()) -> None:
+        super().__init__(why)
+        self.lacking = lacking
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,20 +79,29 @@ def open_together(load: LoadAttempt, choice: ElectedCheckpoint) -> OpenCheckpoin
     Raises CannotOpen.
     """
     with ExitStack() as unless_opened:
-        located = attempt(lambda: unless_opened.enter_context(closing(_locate(load, choice))))
+        located = attempt(partial(_locate, load, choice))
+        if located.error is None:
+            unless_opened.enter_context(closing(located.value))
         memory = located.value.memory if located.error is None else None
         files = _share_files(load, choice, memory)
-        opened = attempt(lambda: _open(load, choice, located.value, files))
-        trouble = load.ranks.all_reduce((load.ranks.rank, _trouble(opened)), _first_trouble)[1]
+        opened = attempt(partial(_open, load, choice, located, files))
+        lacking = located.value.lacking if located.error is None else frozenset()
+        own: _Outcome = load.ranks.rank, _trouble(opened), lacking
+        _, trouble, lacking = load.ranks.all_reduce(own, _joined)
         if trouble:
-            raise CannotOpen(trouble)
+            raise CannotOpen(trouble, lacking)
         unless_opened.pop_all()
     return opened.value
 
 
-def _first_trouble(first: tuple[int, str], second: tuple[int, str]) -> tuple[int, str]:
-    """Join two ranks' troubles: the one of the lower rank that has any."""
-    return min(first, second, key=lambda one: (not one[1], one[0]))
+_Outcome = tuple[int, str, frozenset[DamagedSegment]]
+"""A rank, its trouble, and the segments that some ranks lack."""
+
+
+def _joined(first: _Outcome, second: _Outcome) -> _Outcome:
+    """Join two ranks' outcomes: the trouble of the lower rank that has any, what both lack."""
+    rank, trouble, _ = min(first, second, key=lambda one: (not one[1], one[0]))
+    return rank, trouble, first[2] | second[2]
 
 
 def _trouble(opened: Attempted[OpenCheckpoint]) -> str:
@@ -94,13 +112,16 @@ def _trouble(opened: Attempted[OpenCheckpoint]) -> str:
 
 
 def _open(
-    load: LoadAttempt, choice: ElectedCheckpoint, located: _Located, files: SharedFiles
+    load: LoadAttempt,
+    choice: ElectedCheckpoint,
+    attempted: Attempted[_Located],
+    files: SharedFiles,
 ) -> OpenCheckpoint:
     """Open a checkpoint on this rank; its usable sources count, troubles with others are noted.
 
     The nearest usable source describes it; on a rank without sources, the description files do.
     """
-    description: Description | None = None
+    located, description = attempted.value, cast("Description | None", None)
     sources: list[Source] = []
     troubles = [located.trouble] if located.trouble else []
     for source in (located.memory, located.stored):
@@ -141,6 +162,7 @@ class _Located:
     memory: MemorySource | None = None
     stored: StorageSource | None = None
     trouble: str = ""  # why memory or storage, which was to have the checkpoint, is no source
+    lacking: frozenset[DamagedSegment] = frozenset()
     # keeps the checkpoint on storage, where its bytes come from there
     lease: ReadLease | None = None
 
@@ -156,8 +178,8 @@ def _locate(load: LoadAttempt, choice: ElectedCheckpoint) -> _Located:
     # The lease first: once it is taken, we look whether the checkpoint is still committed.
     located = _Located(lease=_take_lease(load, choice))
     try:
-        memory, trouble = _locate_memory(load, choice)
-        located = replace(located, memory=memory, trouble=trouble)
+        memory, trouble, lacking = _locate_memory(load, choice)
+        located = replace(located, memory=memory, trouble=trouble, lacking=lacking)
         return replace(located, stored=_locate_stored(load, choice))
     except BaseException as error:
         if located.memory is not None and isinstance(error, DcpMemError):
@@ -174,31 +196,25 @@ def _take_lease(load: LoadAttempt, choice: ElectedCheckpoint) -> ReadLease | Non
     return read_lease(load.storage, choice.name)
 
 
-def _locate_memory(load: LoadAttempt, choice: ElectedCheckpoint) -> tuple[MemorySource | None, str]:
-    """Return this node's memory as a source; None, and perhaps why, where it isn't one."""
-    checkpoint = _find_local(load, choice) if choice.memory or choice.holders else None
+def _locate_memory(
+    load: LoadAttempt, choice: ElectedCheckpoint
+) -> tuple[MemorySource | None, str, frozenset[DamagedSegment]]:
+    """Return this node's memory as a source; else None, perhaps why, and what it lacks."""
+    checkpoint = load.found_local(choice) if choice.memory or choice.holders else None
     if checkpoint is None or load.memory is None:
-        return None, ""
+        return None, "", frozenset()
+    node = load.memory.node
     try:
-        source = MemorySource(checkpoint, load.memory.node, load.damaged_ranks(checkpoint))
+        source = MemorySource(checkpoint, node, load.damaged_ranks(checkpoint))
     except DcpMemError as error:
-        return None, str(error)
+        return None, str(error), frozenset()
     if choice.holders is None and source.lacking:  # it was elected as whole on every node
         source.close()
         rank = min(source.lacking)
-        lacking = SegmentCorrupt(checkpoint.name, rank, source.label, source.lacking[rank])
-        return None, str(lacking)
-    return source, ""
-
-
-def _find_local(load: LoadAttempt, choice: ElectedCheckpoint) -> LocalCheckpoint | None:
-    for checkpoint in load.memory.find(choice.name) if load.memory is not None else ():
-        manifest = checkpoint.manifest
-        # A rank that saved alone has a save id of its own.
-        is_same_save = not load.is_collective or manifest.save_id == choice.save_id
-        if manifest.scope == load.search.scope and is_same_save:
-            return checkpoint
-    return None
+        corrupt = SegmentCorrupt(checkpoint.name, rank, source.label, source.lacking[rank])
+        ranks = source.lacking if load.is_collective else ()  # else no other node has a copy
+        return None, str(corrupt), frozenset((node, choice.save_id, rank) for rank in ranks)
+    return source, "", frozenset()
 
 
 def _locate_stored(load: LoadAttempt, choice: ElectedCheckpoint) -> StorageSource | None:
@@ -245,7 +261,7 @@ def _share_files(
 
 def share_files_in_memory(load: LoadAttempt, choice: ElectedCheckpoint) -> SharedFiles:
     """Do as `_share_files` does, for a checkpoint in memory that isn't open."""
-    memory, _ = _locate_memory(load, choice)
+    memory, _, _ = _locate_memory(load, choice)
     try:
         return _share_files(load, choice, memory)
     finally:

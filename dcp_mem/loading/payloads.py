@@ -84,6 +84,11 @@ class TableIndex:
         return start, np.minimum(first - (first - high) // BLOCK * BLOCK, last)
 
 
+def table_index(table: ItemTable | None) -> TableIndex | None:
+    """Return a segment's table for look-ups; None for one that torch's own writer made."""
+    return None if table is None else TableIndex(table)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Memory into which bytes [low, high) of a segment go as they are."""

@@ -6,9 +6,9 @@ import io
 import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain
+from itertools import accumulate
 from pickle import UnpicklingError
 from types import MappingProxyType
 from typing import Any
@@ -96,17 +96,15 @@ class PendingItem:
             return detached(target)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing has to be read for it."""
-        return self.start == self.stop
-
-    @property
     def place(self) -> Place | None:
         """The tensor's memory, where bytes are read straight into it."""
         return Place(self._low, self._high, self._address) if self.is_direct else None
 
-    def direct_move(self) -> Move:
-        """Return what to read from the segment into the tensor."""
+    def read(self) -> Move:
+        """Return what to read from the segment, into the tensor or a buffer."""
+        if self._address == 0 and self._buffer is None:
+            self._buffer = np.empty(self._high - self._low, np.uint8)
+            self._address = self._buffer.ctypes.data
         return self._address, self._low, self._high - self._low
 
     def moves(self, start: int, stop: int, address: int) -> list[Move]:
@@ -118,9 +116,7 @@ class PendingItem:
         if low >= high:
             return []
         with self._lock:
-            if self._address == 0 and self._buffer is None:
-                self._buffer = np.empty(self._high - self._low, np.uint8)
-                self._address = self._buffer.ctypes.data
+            self.read()
         return [(self._address + low - self._low, address + low - start, high - low)]
 
     def note(self, start: int, stop: int) -> bool:
@@ -273,14 +269,6 @@ class PendingItems:
             found.setdefault(file, []).extend((one.start, one.stop) for one in items)
         return found
 
-    def by_file(self) -> Iterable[tuple[str, list[PendingItem]]]:
-        """Return all items, segment by segment."""
-        return self._by_file.items()
-
-    def without_direct(self) -> PendingItems:
-        """Return the items whose bytes go through a buffer."""
-        return PendingItems([pending for pending in self._all() if not pending.is_direct])
-
     def place_for(self, file: str, start: int, stop: int) -> memoryview | None:
         """Return the tensor memory into which bytes may be received directly, if there is such."""
         place = self.only_place(file, start, stop)
@@ -321,9 +309,6 @@ class PendingItems:
             return []
         first, last = bisect_right(self._stops[file], start), bisect_left(self._starts[file], stop)
         return [pending for pending in self._by_file[file][first:last] if pending.stop > start]
-
-    def _all(self) -> Iterable[PendingItem]:
-        return chain.from_iterable(self._by_file.values())
 
 
 def _extent(item: ItemRead, values: tuple[int, int] | None, *, by_blocks: bool) -> tuple[int, int]:

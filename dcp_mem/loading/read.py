@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from dcp_mem.format.sizes import refuse_beyond_file
 from dcp_mem.loading.device_reads import read_payloads
 from dcp_mem.loading.fetch import Fetcher, fetch_all
 from dcp_mem.loading.open import OpenCheckpoint
-from dcp_mem.loading.payloads import PendingPayloads
+from dcp_mem.loading.payloads import PendingPayloads, TableIndex, table_index
 from dcp_mem.loading.pending import PendingItem, PendingItems
 from dcp_mem.loading.shared_fetch import LoadGroup, fetch_together
 from dcp_mem.loading.sources.base import SOURCE_ERRORS, Source
@@ -37,6 +38,9 @@ from dcp_mem.planning.plain_tensors import HOST, PLAIN
 from dcp_mem.planning.reads import DirectRead, ItemRead, Reads, Saved
 
 _MOST_NAMES = 8
+_MOST_BUFFERED = 256 << 20
+"""Bytes of buffers for values that can't be read into their tensors; more, where one item needs."""
+_START = operator.attrgetter("start")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,38 +286,71 @@ def _read_from(source: Source, reading: Reading, by_file: Mapping[str, _OfFile])
 def _read_from_memory(
     memory: MemorySource, reading: Reading, by_file: Mapping[str, _OfFile]
 ) -> int:
-    """Read straight into tensors where that will do, the rest through buffers."""
+    """Read straight into tensors where that will do, the rest into buffers."""
     nbytes = 0
     for file, of_file in by_file.items():
         if of_file.payloads is not None:
             memory.read_many(file, of_file.payloads, verify=reading.verify)
             nbytes += int(of_file.payloads.nbytes.sum())
-    rest = {file: _OfFile(of_file.items) for file, of_file in by_file.items()}
-    fetcher, pending = _prepared(memory, reading, rest, verify=False)
-    buffered: dict[str, list[tuple[int, int]]] = {}
-    for file, waiting in pending.by_file():
-        direct = [item for item in waiting if item.is_direct]
-        memory.read_many(file, _columns(direct), verify=reading.verify)
-        for item in direct:
-            item.deliver()
-        buffered[file] = [(item.start, item.stop) for item in waiting if not item.is_direct]
-        if reading.verify:
-            memory.verify(file, buffered[file])
-    fetch_all(fetcher, pending.without_direct(), buffered)
-    return nbytes + pending.nbytes
+        if of_file.items:
+            index = table_index(memory.tables([file])[file])
+            items = _pending(memory, reading, file, of_file.items, index)
+            for some in _few_buffers(items):
+                memory.read_many(file, _columns(some), verify=reading.verify)
+                for item in some:
+                    item.deliver()
+            nbytes += sum([item.stop - item.start for item in items])
+    return nbytes
 
 
-def _columns(direct: Sequence[PendingItem]) -> DirectRead:
-    """Return what these items read straight into their tensors, in the order of their offsets."""
-    moves = np.array([item.direct_move() for item in direct], np.int64).reshape(-1, 3)
-    address, offset, nbytes = moves[np.argsort(moves[:, 1], kind="stable")].T
+def _few_buffers(items: Sequence[PendingItem]) -> Iterator[list[PendingItem]]:
+    """Yield items together whose buffers take some memory at most, in the order of their bytes."""
+    some, nbytes = list[PendingItem](), 0
+    for item in sorted(items, key=_START):
+        of_item = 0 if item.is_direct else item.stop - item.start
+        if some and nbytes + of_item > _MOST_BUFFERED:
+            yield some
+            some, nbytes = [], 0
+        some.append(item)
+        nbytes += of_item
+    if some:
+        yield some
+
+
+def _columns(items: Sequence[PendingItem]) -> DirectRead:
+    """Return what these items read, into their tensors or their buffers."""
+    address, offset, nbytes = np.array([item.read() for item in items], np.int64).T
+    nowhere = np.zeros(len(items), np.int64)
     return DirectRead(
-        file=np.zeros(len(direct), np.int64),
-        address=address,
-        offset=offset,
-        nbytes=nbytes,
-        device=np.full(len(direct), HOST),
+        file=nowhere, address=address, offset=offset, nbytes=nbytes, device=nowhere + HOST
     )
+
+
+def _pending(
+    source: Source,
+    reading: Reading,
+    file: str,
+    items: Iterable[ItemRead],
+    index: TableIndex | None,
+    *,
+    by_blocks: bool = False,
+) -> list[PendingItem]:
+    """Return the items of a segment that wait for bytes; those without any are delivered."""
+    name = reading.opened.choice.name
+    found = [
+        PendingItem(
+            item,
+            reading.planner,
+            index,
+            by_blocks=by_blocks,
+            weights_only=reading.weights_only,
+            corrupt=partial(SegmentCorrupt, name, names.rank_of(file), source.label),
+        )
+        for item in items
+    ]
+    for empty in [one for one in found if one.start == one.stop]:
+        empty.deliver()
+    return [one for one in found if one.start < one.stop]
 
 
 def _prepared(
@@ -326,27 +363,15 @@ def _prepared(
     pending, payloads = list[PendingItem](), dict[str, PendingPayloads]()
     for file, of_file in by_file.items():
         index, by_blocks = fetcher.table(file), fetcher.checks(file)
-        corrupt = partial(SegmentCorrupt, name, names.rank_of(file), source.label)
         if of_file.payloads is not None and index is not None:
             try:
                 found = PendingPayloads(of_file.payloads, index, by_blocks=by_blocks)
             except ManifestInvalid as error:
-                raise corrupt(f"{file}: {error}") from None
+                why = f"{file}: {error}"
+                raise SegmentCorrupt(name, names.rank_of(file), source.label, why) from None
             payloads[file] = found
-        pending += [
-            PendingItem(
-                item,
-                reading.planner,
-                index,
-                by_blocks=by_blocks,
-                weights_only=reading.weights_only,
-                corrupt=corrupt,
-            )
-            for item in of_file.items
-        ]
-    for empty in [one for one in pending if one.is_empty]:
-        empty.deliver()
-    return fetcher, PendingItems([one for one in pending if not one.is_empty], payloads)
+        pending += _pending(source, reading, file, of_file.items, index, by_blocks=by_blocks)
+    return fetcher, PendingItems(pending, payloads)
 
 
 # -- what torch's plans say ------------------------------------------------------------------------

@@ -105,6 +105,7 @@ def begin_repair(load: LoadAttempt, choice: ElectedCheckpoint) -> Repair:
     raise_cannot_repair(ranks.all_reduce(published.failures(ranks.rank), joined))
     found = attempt(lambda: _found(session, choice.name, choice.save_id))
     raise_cannot_repair(ranks.all_reduce(found.failures(ranks.rank), joined))
+    load.local = [*load.local, found.value]
     faults.point("mend.begun")
     return Repair(
         settings=settings,

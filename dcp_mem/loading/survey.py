@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +13,6 @@ from dcp_mem.common.parallel import daemon, in_daemons
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, StorageKeyMissing
 from dcp_mem.format import names
-from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.election import FoundCheckpoint
@@ -47,58 +47,60 @@ def survey_memory(
     memory: JobMemory | None,
     search: Search,
     damaged_ranks: Callable[[LocalCheckpoint], Collection[int]],
-) -> list[FoundCheckpoint]:
-    """Return what this node's memory has.
+) -> tuple[list[FoundCheckpoint], list[LocalCheckpoint]]:
+    """Return what this node's memory has: for the election, and to be opened.
+
+    Nothing is opened or leased here: what is elected is, once (ADR 66).
 
     `memory`: None where it has nothing of the job. `damaged_ranks`: ranks whose segments of a
     checkpoint turned out to be damaged here.
     """
     if memory is None:
-        return []
+        return [], []
     found = memory.checkpoints() if search.wanted is None else memory.find(search.wanted)
-    damaged = [
-        FoundCheckpoint(name=name, save_id="", place=Place(number=UNNUMBERED), problem=why)
-        for name, why in memory.damaged_manifests(search.scope).items()
-        if search.wanted in (None, name)
-    ]
-    return damaged + [
-        _finding(memory, checkpoint, damaged_ranks(checkpoint))
-        for checkpoint in found
-        if checkpoint.manifest.scope == search.scope
-    ]
+    local, problems = list[LocalCheckpoint](), dict[str, str]()
+    for name, why in memory.damaged_manifests(search.scope).items():
+        if search.wanted in (None, name):
+            problems[name] = why
+    for one in [one for one in found if one.manifest.scope == search.scope]:
+        if os.path.basename(one.directory) == one.name:
+            local.append(one)
+        else:
+            problems[one.name] = f"it lies in {one.directory}, which has another name"
+    return [
+        *(
+            FoundCheckpoint(name=name, save_id="", place=Place(number=UNNUMBERED), problem=why)
+            for name, why in problems.items()
+        ),
+        *[_finding(memory, one, damaged_ranks(one)) for one in local],
+    ], local
 
 
 def _finding(
     memory: JobMemory, checkpoint: LocalCheckpoint, damaged_ranks: Collection[int]
 ) -> FoundCheckpoint:
-    """Return what this node has of a checkpoint: all, some segments, or a problem."""
-    manifest = checkpoint.manifest
+    """Return what this node has of a checkpoint: all, or some segments."""
+    manifest, made = checkpoint.manifest, checkpoint.replication
+    here, lacking = checkpoint.segments_here(memory.node, damaged_ranks)
     second = tuple(rank for rank in manifest.segments.rank if rank >= names.FROZEN)
-    count = len(manifest.segments) - len(second)
+    is_replicated = made.outcome == Outcome.REPLICATED
     finding = FoundCheckpoint(
         name=checkpoint.name,
         save_id=manifest.save_id,
         place=manifest.place,
         rejected=checkpoint.rejected,
-        count=count,
+        count=len(manifest.segments) - len(second),
         second=second,
         was_stored=checkpoint.flush.outcome == Outcome.DURABLE,
         replaces=manifest.replaces,
+        redundancy=Redundancy(made.copies, made.parity) if is_replicated else Redundancy(),
     )
-    try:
-        source = MemorySource(checkpoint, memory.node, damaged_ranks)
-    except DcpMemError as error:
-        return replace(finding, problem=str(error))
-    source.close()
-    if checkpoint.replication.outcome == Outcome.REPLICATED:
-        made = checkpoint.replication
-        finding = replace(finding, redundancy=Redundancy(made.copies, made.parity))
-    if len(source.present) == len(manifest.segments):
+    if len(here) == len(manifest.segments):
         return finding
     return replace(
         _with_parity(finding, memory, checkpoint),
-        segments=source.present,
-        lacking=next(iter(source.lacking.values()), ""),
+        segments=frozenset(segment.rank for segment in here),
+        lacking=next(iter(lacking.values()), ""),
     )
 
 

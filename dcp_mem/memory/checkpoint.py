@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 
 from dcp_mem.common import files
 from dcp_mem.common.log import log
-from dcp_mem.common.values import Outcome
+from dcp_mem.common.values import Outcome, Segment
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.format.manifest import (
@@ -71,6 +72,30 @@ class LocalCheckpoint:
             for entry in files_in(self.directory)
             if names.save_id_of(entry) == self.manifest.save_id
         ]
+
+    def segments_here(
+        self, node: str, damaged: Collection[int] = ()
+    ) -> tuple[list[Segment], dict[int, str]]:
+        """Return the segments that lie here whole, and by rank why others that should don't.
+
+        Nothing is opened or leased. `damaged`: ranks whose segments are of no use here.
+        """
+        here, lacking, listed = list[Segment](), dict[int, str](), set(files_in(self.directory))
+        for segment in self.manifest.segments:
+            facts = _facts(self.segment_path(segment.file)) if segment.file in listed else None
+            if segment.rank in damaged:
+                why = "it is damaged"
+            elif facts is not None and facts.st_size >= segment.nbytes:
+                here.append(segment)
+                continue
+            elif facts is not None:
+                why = f"{facts.st_size} of {segment.nbytes} bytes"
+            elif segment.node == node:
+                why = f"{segment.file}: {os.strerror(errno.ENOENT)}"
+            else:
+                continue
+            lacking[segment.rank] = f"segment of rank {names.home_rank(segment.rank)}: {why}"
+        return here, lacking
 
     def local_nbytes(self) -> int:
         """Return the bytes that lie here: own segments, and copies or parity of other nodes'.

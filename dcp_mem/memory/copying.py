@@ -254,6 +254,9 @@ def read_threads() -> int:
 
 def work_off(work: Sequence[T], act: Callable[[T], object], threads: int = 0) -> None:
     """Call `act` for each piece of work, in several threads."""
+    if len(work) == 1:
+        act(work[0])
+        return
     _Work(work, act).do(min(threads or torch.get_num_threads(), len(work)) - 1)
 
 

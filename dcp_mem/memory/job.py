@@ -76,6 +76,7 @@ class JobMemory:
         self.links = os.path.join(self.directory, ".links")
         self.history = LocalHistory(self.directory)
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
+        self._damaged: dict[str, str] = {}  # by path of the manifest, what is wrong with it
         self._generations: tuple[tuple[int, ...], dict[str, int]] = (), {}
 
     # -- what lies here ---------------------------------------------------------------------------
@@ -93,9 +94,12 @@ class JobMemory:
                     self._manifests.pop(path, None)
         return newest_first(found, attrgetter("manifest.place"))
 
-    def manifests(self) -> list[Manifest]:
-        """Return the manifests of all complete checkpoints, in no order; quicker than these."""
-        generations = self.generations()
+    def manifests(self, *, as_agreed: bool = False) -> list[Manifest]:
+        """Return the manifests of all complete checkpoints, in no order; quicker than these.
+
+        `as_agreed`: with the generations that their saves agreed on, whatever their runs got since.
+        """
+        generations = {} if as_agreed else self.generations()
         found: list[Manifest] = []
         for directory in self._checkpoint_directories():
             found += self._manifests_in(
@@ -108,11 +112,13 @@ class JobMemory:
         return self._complete_in(self.checkpoint_directory(name), self.generations())
 
     def damaged_manifests(self, scope: str) -> dict[str, str]:
-        """Return why checkpoints here can't be told of, by name: their manifests are damaged."""
-        file = names.manifest_file(scope)
-        directories = self._checkpoint_directories()
-        found = {os.path.basename(one): _damage_of_manifest(f"{one}/{file}") for one in directories}
-        return {name: why for name, why in found.items() if why}
+        """Return why checkpoints that were looked for can't be told of, by name."""
+        file = "/" + names.manifest_file(scope)
+        return {
+            os.path.basename(path.removesuffix(file)): why
+            for path, why in list(self._damaged.items())
+            if path.endswith(file) and os.path.exists(path)
+        }
 
     def checkpoint_directory(self, name: str) -> str:
         """Return where a checkpoint of that name lies."""
@@ -173,10 +179,12 @@ class JobMemory:
             known = self._manifests.get(path)
             if known is None or known[0] != version:  # every save looks through all of them
                 known = self._manifests[path] = version, Manifest.from_json(files.read_bytes(path))
+                self._damaged.pop(path, None)
         except FileNotFoundError:
             self._manifests.pop(path, None)
             return None
         except ManifestInvalid as error:
+            self._damaged[path] = str(error)
             log.warning("passing over %s: %s", path, error)
             return None
         return known[1]
@@ -563,14 +571,3 @@ def _generations(data: bytes) -> dict[str, int]:
 def _version(facts: os.stat_result) -> tuple[int, ...]:
     """Return what tells a file from those that had its name before."""
     return facts.st_ino, facts.st_mtime_ns, facts.st_size
-
-
-def _damage_of_manifest(path: str) -> str:
-    """Return why a manifest can't be read; "" where it can, or is gone."""
-    try:
-        Manifest.from_json(files.read_bytes(path))
-    except FileNotFoundError:
-        return ""
-    except ManifestInvalid as error:
-        return str(error)
-    return ""

@@ -70,7 +70,7 @@ class ChunkIndex:
             self._compare(wanted, number[part], low[part], counts[part])
             for part in _portions(counts)
         ]
-        return Overlaps(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        return Overlaps(*map(np.concatenate, zip(*parts, strict=True)))
 
     def _compare(
         self, wanted: Boxes, number: Ints, low: Ints, counts: Ints

@@ -50,10 +50,8 @@ def find_reads(
         return None
     rows = _needed_rows(plan, entry, catalog) if catalog.has_many_rows else catalog.rows()
     locations = _Locations(catalog, rows, save_id, tails)
-    tensors, objects = (
-        _Tensors.of(plan, values, entry, locations, into_devices=into_devices),
-        _Objects.of(plan, entry, locations),
-    )
+    tensors = _Tensors.of(plan, values, entry, locations, into_devices=into_devices)
+    objects = _Objects.of(plan, entry, locations)
     if tensors is None or objects is None:
         return None
     is_direct = tensors.are_direct()
@@ -198,7 +196,7 @@ class _Tensors:
             widened(saved.offset, width, 0), widened(saved.extent, width, 1), saved.first
         )
         overlaps = index.find(wanted)
-        found, needed = (boxes.extent.prod(axis=1).sum() for boxes in (overlaps, wanted))
+        found, needed = overlaps.extent.prod(axis=1).sum(), wanted.extent.prod(axis=1).sum()
         if (saved.writer[overlaps.row] < 0).any() or found < needed:
             return None
         return _Tensors(
@@ -308,7 +306,7 @@ class _Tensors:
             offset,
             length,
         ) in zip(
-            zip(*(column.tolist() for column in columns), strict=True),
+            zip(*map(np.ndarray.tolist, columns), strict=True),
             self.locations.extents(row),
             strict=True,
         ):

@@ -8,14 +8,14 @@ torch's.
 from __future__ import annotations
 
 import io
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint._traverse import get_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
@@ -228,7 +228,8 @@ class LocalLoadPlanner(DefaultLoadPlanner):
     def take_out_lacking(self) -> None:
         """Remove the optional entries from the state dict that the last loaded checkpoint lacks."""
         for *path, last in self._lacking:
-            entries: Any = get_element(self.original_state_dict, tuple(path))
+            state: Any = self.original_state_dict
+            entries = reduce(operator.getitem, path, state)
             del entries[last]
 
     def _find_lacking(

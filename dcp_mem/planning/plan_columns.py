@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,24 +112,25 @@ def local_plan(
     """Return the plan with these items, in the order of their names."""
     name, kind, properties, boxes = zip(*rows, strict=True) if rows else ((), (), (), ())
     sizes, offsets, extents = zip(*boxes, strict=True) if rows else ((), (), ())
-    kinds = [*kind, *chain.from_iterable(repeat(group.kind, len(group.name)) for group in groups)]
-    numbers, table = _numbered(
-        [*properties, *chain.from_iterable(group.properties for group in groups)]
-    )
-    all_names = np.array([*name, *chain.from_iterable(group.name for group in groups)], np.int64)
-    order = np.argsort(all_names, kind="stable")
-    dimensions = np.fromiter(
-        map(len, chain(sizes, *(group.sizes for group in groups))), np.int64, len(order)
-    )
+    kinds, all_properties, all_names = list(kind), list(properties), list(name)
+    all_sizes = list(sizes)
+    for group in groups:
+        kinds += [group.kind] * len(group.name)
+        all_properties += group.properties
+        all_names += group.name
+        all_sizes += group.sizes
+    numbers, table = _numbered(all_properties)
+    order = np.argsort(np.array(all_names, np.int64), kind="stable")
+    dimensions = np.fromiter(map(len, all_sizes), np.int64, len(order))
     width = int(dimensions.max(initial=1))
     of_rows = _padded(sizes, width, 1), _padded(offsets, width, 0), _padded(extents, width, 1)
-    sides = zip(of_rows, *(_sides(group, width) for group in groups), strict=True)
-    size, offset, extent = (np.concatenate(side)[order] for side in sides)
+    sides = [of_rows, *[_sides(group, width) for group in groups]]
+    size, offset, extent = [np.concatenate(side)[order] for side in zip(*sides, strict=True)]
     return LocalPlan(
         names=tuple(names),
         paths=tuple(paths),
         table=table,
-        name=all_names[order],
+        name=np.array(all_names, np.int64)[order],
         kind=np.array(kinds, np.int64)[order],
         properties=numbers[order],
         dimensions=dimensions[order],
@@ -163,6 +164,8 @@ def _numbered(properties: Sequence[Properties | None]) -> tuple[Ints, tuple[Prop
 
 def _padded(sides: Sequence[Sequence[int]], width: int, value: int) -> Ints:
     """Return int64[rows, width], padded with `value`."""
+    if not sides:
+        return np.zeros((0, width), np.int64)
     counts = np.fromiter(map(len, sides), np.int64, len(sides))
     result = np.full((len(sides), width), value, np.int64)
     result[np.arange(width) < counts[:, None]] = np.fromiter(

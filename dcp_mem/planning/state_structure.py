@@ -228,11 +228,11 @@ def _plan_of(leaves: Leaves) -> LocalPlan:
         # Before any work on plain tensors: this may raise NotDescribable.
         rows = [row for number in others for row in _rows(number, leaves.values[number])]
         everything = range(len(kinds))
-        groups = [
-            dtensors.tensor_group_of(
-                list(compress(everything, is_dtensor)), list(compress(leaves.values, is_dtensor))
-            )
-        ]
+        groups = list[TensorGroup]()
+        if any(is_dtensor):
+            sharded = list(compress(leaves.values, is_dtensor))
+            of_dtensors = list(compress(everything, is_dtensor))
+            groups.append(dtensors.tensor_group_of(of_dtensors, sharded))
         plain, numbers = (
             list(compress(leaves.values, is_plain)),
             list(compress(everything, is_plain)),

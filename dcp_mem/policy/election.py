@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from dcp_mem.common.sendable import sendable
-from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber, joined_place, newest_first
+from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber, in_order, joined_place
 from dcp_mem.policy.parity import Stripe, Term, rebuilding
 from dcp_mem.policy.redundancy import Redundancy
 
 _RANKS = 1 << 24
 """As `names.FROZEN`: a segment's number modulo this is its rank."""
+_COPIES_AND_PARITY = attrgetter("copies", "parity")
 _MOST_NAMED = 8
 """Missing segments that a reason lists by number."""
 
@@ -113,10 +115,10 @@ def elect(
         }
         of_storage = on_storage.get(key)
         known = [*found.values(), *([of_storage] if of_storage is not None else [])]
-        place = replace(joined_place(one.place for one in known), key=key)
+        place = joined_place([one.place for one in known], key)
         is_stored = of_storage is not None and not of_storage.problem
         choice = _choice(key, place, found, len(in_memory), storage=is_stored)
-        rejected = "" if is_named else next((one.rejected for one in known if one.rejected), "")
+        rejected = "" if is_named else "".join([one.rejected for one in known if one.rejected][:1])
         stale = _stale(key, found.values(), stored, removed) if of_storage is None else ""
         save = f" (save {key[1]})" if key[1] else ""
         if stale:
@@ -128,32 +130,26 @@ def elect(
         else:
             why = _why(choice, found, len(in_memory), of_storage)
             reasons.append((place, f"{key[0]}{save}: {why}"))
-    places = [*(choice.place for choice in choices), *(place for place, _ in reasons)]
+    places = [choice.place for choice in choices] + [place for place, _ in reasons]
     # All are ordered together: a run's greatest generation may be known of one of them alone.
-    ordered = {place.key: number for number, place in enumerate(newest_first(places, _itself))}
+    ordered = {places[number].key: newer for newer, number in enumerate(in_order(places))}
     choices.sort(key=lambda choice: ordered[choice.place.key])
-    # Of one save and its copies, which all have its number, the save itself goes first.
-    first = dict[tuple[str, SaveNumber], int]()
-    for number, choice in enumerate(choices):
-        first.setdefault(_save_of(choice), number)
-    copies = {(one.name, one.save_id) for one in stored if one.is_renamed}
-    choices.sort(
-        key=lambda choice: (
-            first[_save_of(choice)],
-            not choice.memory,
-            (choice.name, choice.save_id) in copies,
-        )
-    )
+    saves = [(one.save_id or f"/{one.name}", one.place.number) for one in choices]
+    if len(set(saves)) < len(saves):
+        # Of one save and its copies, which all have its number, the save itself goes first.
+        copies = {(one.name, one.save_id) for one in stored if one.is_renamed}
+        first = {save: number for number, save in reversed(list(enumerate(saves)))}
+        keys = [
+            (first[save], not choice.memory, (choice.name, choice.save_id) in copies)
+            for save, choice in zip(saves, choices, strict=True)
+        ]
+        choices = [choices[number] for number in sorted(range(len(keys)), key=keys.__getitem__)]
     reasons.sort(key=lambda reason: ordered[reason[0].key])
     return RecoveryPlan(
         tuple(choices),
-        tuple(text for _, text in reasons),
-        max((place.number for place in places), default=UNNUMBERED),
+        tuple([text for _, text in reasons]),
+        max([place.number for place in places], default=UNNUMBERED),
     )
-
-
-def _save_of(choice: ElectedCheckpoint) -> tuple[str, SaveNumber]:
-    return choice.save_id or f"/{choice.name}", choice.place.number
 
 
 def _stale(
@@ -177,10 +173,6 @@ def _stale(
         if one.replaces is not None and not one.was_stored and key[0] in removed:
             return "its directory was removed before it got to storage"
     return ""
-
-
-def _itself(place: Place) -> Place:
-    return place
 
 
 def in_common(plans: Sequence[RecoveryPlan]) -> RecoveryPlan:
@@ -208,18 +200,17 @@ def _choice(
 ) -> ElectedCheckpoint:
     """Put together what the ranks have found of one checkpoint."""
     usable = {rank: one for rank, one in found.items() if not one.problem}
-    known = {one.redundancy for one in usable.values()}
-    redundancy = max(known, key=lambda one: (one.copies, one.parity), default=Redundancy())
-    name, save_id = key
+    known = [one.redundancy for one in usable.values()]
     choice = ElectedCheckpoint(
-        name=name,
-        save_id=save_id,
+        name=key[0],
+        save_id=key[1],
         place=place,
         memory=True,
         storage=storage,
-        redundancy=redundancy,
+        redundancy=max(known, key=_COPIES_AND_PARITY, default=Redundancy()),
     )
-    if len(usable) == ranks and all(one.segments is None for one in usable.values()):
+    whole = [one for one in usable.values() if one.segments is None]
+    if len(whole) == ranks:
         return choice
     numbers = _numbers(usable)
     holders = _holders(usable, numbers)

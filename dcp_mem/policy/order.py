@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TypeVar
 
 from dcp_mem.common.sendable import sendable
@@ -23,6 +24,7 @@ from dcp_mem.common.sendable import sendable
 T = TypeVar("T")
 
 _COUNTS = 1 << 32
+_NUMBER = attrgetter("number")
 
 
 @sendable
@@ -86,9 +88,13 @@ _Rank = tuple[SaveNumber, bool, float, int, tuple[str, ...]]
 def newest_first(found: Iterable[T], place: Callable[[T], Place]) -> list[T]:
     """Return the checkpoints of a job, the newest first."""
     listed = list(found)
-    if len(listed) < 2:
-        return listed
-    places = list(map(place, listed))
+    return [listed[number] for number in in_order(list(map(place, listed)))]
+
+
+def in_order(places: Sequence[Place]) -> list[int]:
+    """Return the numbers of these places of a job, that of the newest first."""
+    if len(places) < 2:
+        return list(range(len(places)))
     generations = raised(places)
     anchors = sorted(
         [
@@ -98,13 +104,12 @@ def newest_first(found: Iterable[T], place: Callable[[T], Place]) -> list[T]:
         ]
     )
     ranks = [_rank(each, generations, anchors) for each in places]
-    order = sorted(range(len(listed)), key=ranks.__getitem__, reverse=True)
-    return [listed[number] for number in order]
+    return sorted(range(len(places)), key=ranks.__getitem__, reverse=True)
 
 
 def is_newer(one: Place, other: Place) -> bool:
     """Return whether a checkpoint is newer than another one of the same job."""
-    return newest_first([one, other], lambda place: place)[0] is one
+    return in_order([one, other])[0] == 0
 
 
 def raised(places: Iterable[Place]) -> dict[str, int]:
@@ -135,11 +140,10 @@ def _rank(
     return UNNUMBERED, True, one.time, -1, one.key
 
 
-def joined_place(places: Iterable[Place]) -> Place:
+def joined_place(places: Sequence[Place], key: tuple[str, ...]) -> Place:
     """Return what is known together of one checkpoint that was found in several places."""
-    found = list(places)
-    newest = max(found, key=lambda one: one.number)
-    return replace(newest, stored_at=max(one.stored_at for one in found))
+    newest = max(places, key=_NUMBER)
+    return replace(newest, stored_at=max([one.stored_at for one in places]), key=key)
 
 
 def contradiction(newest: Place, others: Sequence[Place]) -> str:

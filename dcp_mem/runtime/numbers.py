@@ -81,7 +81,9 @@ class RunNumbers:
         newest = self._memory.newest_number(without_run=manifest.run)
         if self._memory.raised(manifest).number > newest:
             return
-        others = (one for one in self._memory.manifests() if one.run != manifest.run)
+        # By the numbers that their saves agreed on: the raised ones are what this is about.
+        found = self._memory.manifests(as_agreed=True)
+        others = (one for one in found if one.run != manifest.run)
         agreed = max((one.number for one in others), default=UNNUMBERED)
         if manifest.number > agreed:
             self._memory.note_generations({manifest.run: newest.generation + 1})

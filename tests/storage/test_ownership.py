@@ -191,6 +191,32 @@ def test_runs_of_one_memory_are_claimed_for_in_their_order(node: Callable[[int],
     assert found == {"step-2": 2, "step-3": 3}
 
 
+def _save_while(node: Node, number: int, claims: Callable[[], None]) -> int:
+    """Save; have `claims` run once the ranks have agreed; return what a restart resumes from."""
+    point = faults.point
+
+    def claiming(name: str) -> None:
+        if name == "stage.copied":
+            claims()
+        point(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "point", claiming)
+        node.save(number)
+    return load_anew(node.job).number
+
+
+def test_a_save_stays_the_newest_where_an_earlier_run_gets_a_generation_meanwhile(
+    node: Callable[[int], Node],
+) -> None:
+    for number in (1, 2, 3):  # the storage has three generations
+        node(0).save(number)
+        node(0).ownership().claim()
+    node(1).save(1)  # of a run that was killed before its flusher got it a generation
+    assert _save_while(node(1), 2, node(1).ownership().claim) == 2
+    assert max(node(1).memory.generations().values()) > 3
+
+
 def test_the_loser_says_so_in_its_status_and_keeps_its_checkpoints(
     node: Callable[[int], Node],
 ) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
@@ -14,7 +13,6 @@ from typing import TypeVar
 import numpy as np
 
 from dcp_mem.common.files import read_bytes
-from dcp_mem.common.values import Segment
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Extent
@@ -29,7 +27,7 @@ from dcp_mem.loading.sources.base import (
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.checked_reads import CheckedReader
 from dcp_mem.memory.checkpoint import LocalCheckpoint, checksums_of
-from dcp_mem.memory.copying import Move, read, read_many, work_off
+from dcp_mem.memory.copying import Move, read, read_many
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.views import fill, lent, view_of
 from dcp_mem.planning.reads import DirectRead
@@ -80,32 +78,13 @@ class MemorySource:
         self._open(path, 0)
         if Manifest.from_json(self._read_file(path)).save_id != manifest.save_id:
             raise self._corrupt(0, "it was replaced by a newer save")
-        listed = set(os.listdir(self.checkpoint.directory))
-        for segment in manifest.segments:
-            if segment.rank in damaged:
-                self.lacking[segment.rank] = (
-                    f"segment of rank {names.home_rank(segment.rank)}: it is damaged"
-                )
-            elif segment.file in listed:
-                self._open_segment(segment)
-            elif segment.node == node:
-                why = f"{segment.file}: {os.strerror(errno.ENOENT)}"
-                self.lacking[segment.rank] = (
-                    f"segment of rank {names.home_rank(segment.rank)}: {why}"
-                )
-
-    def _open_segment(self, segment: Segment) -> None:
-        try:
-            descriptor = self._open(self.checkpoint.segment_path(segment.file), segment.rank)
-        except SegmentCorrupt as error:  # it has just been recycled
-            self.lacking[segment.rank] = str(error)
-            return
-        nbytes = os.fstat(descriptor).st_size
-        if nbytes < segment.nbytes:
-            why = f"{nbytes} of {segment.nbytes} bytes"
-            self.lacking[segment.rank] = f"segment of rank {names.home_rank(segment.rank)}: {why}"
-            return
-        self._descriptors[segment.file] = descriptor
+        here, self.lacking = self.checkpoint.segments_here(node, damaged)
+        for segment in here:
+            path = self.checkpoint.segment_path(segment.file)
+            try:
+                self._descriptors[segment.file] = self._open(path, segment.rank)
+            except SegmentCorrupt as error:  # it has just been recycled, or is locked for good
+                self.lacking[segment.rank] = str(error)
 
     @property
     def files(self) -> Collection[str]:
@@ -115,15 +94,6 @@ class MemorySource:
     def has(self, file: str) -> bool:
         """Return whether the segment lies here whole."""
         return file in self._descriptors
-
-    def verify(self, file: str, extents: Iterable[Extent]) -> None:
-        """Hold bytes of a segment against the checksums beside it, if they have been made.
-
-        Raises SegmentCorrupt.
-        """
-        if self._checksums_of(file) is not None:
-            pieces = [piece for extent in merged(extents) for piece in cut(extent, None)]
-            work_off(pieces, lambda piece: self.checked(file, *piece))
 
     def checked(self, file: str, start: int, stop: int) -> tuple[memoryview, int]:
         """Return bytes [start, stop) of a segment, mapped, and their CRC32C.
@@ -228,11 +198,10 @@ class MemorySource:
         `verify`: hold them against the checksums beside the segment, if they have been made. Raises
         SegmentCorrupt.
         """
-        known = self._checksums_of(file) if verify else None
-        if known is None:
+        reader = self._reader_of(file) if verify else None
+        if reader is None:
             self._read_many(file, payloads)
             return
-        reader = CheckedReader(self._descriptor_of(file), *known)
         damaged = self._guarded(
             file, lambda: reader.read(payloads.address, payloads.offset, payloads.nbytes)
         )
