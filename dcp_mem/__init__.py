@@ -43,7 +43,7 @@ from dcp_mem.errors import (
 )
 from dcp_mem.policy.frequency import Advice, Auto, advice, auto
 from dcp_mem.policy.persistence import Persist, every_n_saves, every_n_steps, every_seconds
-from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_every, keep_last
+from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_every, keep_for, keep_last
 
 if TYPE_CHECKING:
     from dcp_mem.export import HuggingFaceExport
@@ -157,6 +157,7 @@ __all__ = [
     "follow",
     "keep_best",
     "keep_every",
+    "keep_for",
     "keep_last",
     "load",
     "parity",

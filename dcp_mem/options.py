@@ -84,9 +84,9 @@ class SaveOptions(PlaceOptions, total=False):
             "wait" for them (the default), "skip" its own, or "cancel" them. The same on all ranks.
         keep_memory: Complete checkpoints that stay in memory: a number (default 2), or a policy of
             `keep_last`, `keep_best`, `any_of`. One more is staged beside them.
-        keep_storage: Checkpoints that stay on storage: the same, where `keep_every` may be one of
-            them; None, the default, keeps all. Applied after each commit, to what dcp_mem wrote
-            under path; never to the newest checkpoint, nor to one that is being read.
+        keep_storage: Checkpoints that stay on storage: the same, where `keep_for` and `keep_every`
+            may be among them; None, the default, keeps all. Applied after each commit, to what
+            dcp_mem wrote under path; never to the newest checkpoint, nor to one that is being read.
         memory_limit: Bytes (or "64GiB") that the job may occupy on a node; default
             DCP_MEM_MEMORY_LIMIT, else what the tmpfs has room for; how many checkpoints stay is up
             to keep_memory.
@@ -258,7 +258,7 @@ def _keep_memory(given: int | Retention) -> Retention:
     policy = retention(given, "keep_memory")
     if policy.most is None:
         raise ConfigError(
-            f"keep_memory={policy}: memory would fill up with every so many steps for ever; give "
+            f"keep_memory={policy}: memory would fill up with what nothing bounds; give "
             "that to keep_storage, and a number, keep_last(n) or keep_best(metric, n) here"
         )
     return with_newest(policy)

@@ -169,6 +169,7 @@ def _known(manifest: Manifest, *, is_rejected: bool = False) -> _Known:
         number=manifest.number,
         step=manifest.step,
         metrics=manifest.metrics,
+        writer=manifest.committer,
         rejected=is_rejected,
     )
     return _Known(manifest.save_id, manifest.run, candidate)

@@ -24,15 +24,16 @@ class SharedBytes:
 class CheckpointFacts:
     """A checkpoint as retention and admission see it.
 
-    Retention decides by the first five fields, admission by the others (and the order).
+    Retention decides by the first six fields, admission by the others (and the order).
     """
 
     key: str  # tells the checkpoint from others: a save id in memory, a name on storage
-    created: float  # when it was saved; it counts only among checkpoints without a number
+    created: float  # when it was saved: for the order only of checkpoints without a number
     number: SaveNumber = UNNUMBERED  # of the save: its place in the order
     step: int | None = None  # training step; None where it isn't known
     # figures of the training loop, such as {"loss": 0.3}
     metrics: Mapping[str, float] = field(default_factory=dict)
+    writer: str = ""  # the node whose clock `created` is of; "" where all are of one
     nbytes: int = 0  # bytes that its slots take on this node, which no other checkpoint shares
     shared: tuple[SharedBytes, ...] = ()
     persist: bool = False

@@ -1,11 +1,15 @@
 """Decide which checkpoints stay, in memory or on storage, by policies that compose.
 
-Decided from what is known of each checkpoint: order, step and metrics. The rules:
+Decided from what is known of each checkpoint: order, step, metrics and date. The rules:
 
-1. `keep_last`, `keep_every` and `keep_best` each choose some; `any_of` keeps what one of its
-   policies chooses.
+1. `keep_last`, `keep_for`, `keep_every` and `keep_best` each choose some; `any_of` keeps what one
+   of its policies chooses.
 2. The newest checkpoint always stays, and so does what the caller still needs.
 3. The rest leaves, oldest first.
+4. Dates are compared among checkpoints of one writer only (the node that commits), never with a
+   clock. A checkpoint is as old as the newest one of its writer is younger, and at least as old as
+   each checkpoint that is newer in the job's order. The days of different writers are different
+   days. So clocks that differ keep more, not less.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Literal, Protocol
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.facts import CheckpointFacts
+from dcp_mem.policy.frequency import parse_seconds
 from dcp_mem.policy.order import newest_first
 
 
@@ -66,6 +71,44 @@ class KeepEvery:
         return frozenset(
             one.key for one in known if one.step is not None and one.step % self.steps == 0
         )
+
+
+@dataclass(frozen=True, slots=True)
+class KeepFor:
+    """The policy of `keep_for`."""
+
+    seconds: float
+
+    @property
+    def most(self) -> int | None:
+        return None
+
+    def chosen(self, known: Sequence[CheckpointFacts]) -> frozenset[str]:
+        age = 0.0
+        now: dict[str, float] = {}  # by each writer's clock, when the newest checkpoint was saved
+        young = []
+        for one in _newest_first(known):
+            age = max(age, now.get(one.writer, -math.inf) - one.created)
+            now[one.writer] = max(now.get(one.writer, -math.inf), one.created + age)
+            if age < self.seconds:
+                young.append(one.key)
+        return frozenset(young)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepOneIn:
+    """The policy of `keep_every` with a time."""
+
+    seconds: float
+
+    @property
+    def most(self) -> int | None:
+        return None
+
+    def chosen(self, known: Sequence[CheckpointFacts]) -> frozenset[str]:
+        # The first of each day is the last that is set, and no later one takes its place.
+        first = {(one.writer, one.created // self.seconds): one.key for one in _newest_first(known)}
+        return frozenset(first.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +164,35 @@ def keep_last(n: int) -> Retention:
     return KeepLast(_count(f"keep_last({n!r})", n))
 
 
-def keep_every(steps: int) -> Retention:
-    """Keep the checkpoints whose step is a multiple of `steps`, and none without a step.
+def keep_for(duration: float | str) -> Retention:
+    """Keep the checkpoints that are younger than a duration, by the newest one's date.
+
+    Dates are those that the committing node put into the checkpoints, and are compared with each
+    other, not with a clock: a job that stands still loses nothing. Across a change of that node
+    only the time that each of them saved counts.
 
     Args:
-        steps: At least 1.
+        duration: Seconds, or a text such as "24h", "30min", "7d" or "90s".
 
     Raises:
-        ConfigError: steps is no whole number of at least 1.
+        ConfigError: It is no duration above 0.
     """
+    return KeepFor(parse_seconds(duration, "keep_for"))
+
+
+def keep_every(steps: int | str) -> Retention:
+    """Keep the checkpoints whose step is a multiple of `steps`, or one in each period of time.
+
+    Args:
+        steps: At least 1; checkpoints without a step aren't kept. Or a text such as "1d", "12h" or
+            "30min": the first checkpoint of each day stays (days begin at midnight UTC, by the
+            clock of the node that commits; another node's days count by themselves).
+
+    Raises:
+        ConfigError: steps is no whole number of at least 1, and no duration.
+    """
+    if isinstance(steps, str):
+        return KeepOneIn(parse_seconds(steps, "keep_every"))
     return KeepEvery(_count(f"keep_every({steps!r})", steps))
 
 
@@ -175,13 +238,13 @@ def retention(given: object, argument: str) -> Retention:
 
     Raises ConfigError.
     """
-    if isinstance(given, (KeepLast, KeepEvery, KeepBest, AnyOf)):
+    if isinstance(given, (KeepLast, KeepFor, KeepEvery, KeepOneIn, KeepBest, AnyOf)):
         return given
     if type(given) is int:
         return KeepLast(_count(f"{argument}={given!r}", given))
     raise ConfigError(
-        f"{argument}={given!r}: give a number of checkpoints, keep_last(n), keep_every(steps), "
-        f"keep_best(metric, n), or any_of several of them"
+        f"{argument}={given!r}: give a number of checkpoints, keep_last(n), keep_for('24h'), "
+        f"keep_every(steps or '1d'), keep_best(metric, n), or any_of several of them"
     )
 
 

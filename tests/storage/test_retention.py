@@ -24,6 +24,7 @@ from dcp_mem import (
     any_of,
     keep_best,
     keep_every,
+    keep_for,
     keep_last,
 )
 from dcp_mem.cli.main import main
@@ -36,6 +37,7 @@ from dcp_mem.storage.listing import committed_under, mark_rejected, remove_rejec
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, load_anew, make_state, wait_until
+from tests.support.processes.forks import forked
 from tests.support.storage.servers import StorageRoot
 
 LOSSES = (0.9, 0.2, 0.5, 0.1, 0.7, 0.8)
@@ -122,6 +124,35 @@ def test_storage_keeps_what_the_policy_chooses(
     assert deleted <= _steps(10, 20)
     assert load_anew(job, "step-30").number == 3
     assert not is_being_read(storage, "step-30")
+
+
+def _save_by_a_clock(url: str, memory: str, ahead: float, numbers: list[int]) -> None:
+    """Save as a node whose clock is `ahead`, each checkpoint at the hour of its number."""
+    clock = time.time
+    policy = any_of(keep_for("20h"), keep_every("300d"))
+    with Job(url, memory).writer(keep_storage=policy) as writer:
+        for number in numbers:
+            time.time = lambda: clock() + ahead + number * 3600.0  # noqa: B023
+            _save(writer, number)
+            writer.wait(timeout=60)
+
+
+def test_storage_keeps_what_is_young_and_one_of_each_period(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "storage")
+    base = 25_000 * 86400 - time.time()  # nothing here begins anew for 300 days
+    forked(_save_by_a_clock, url, str(memory_root / "a"), base, [0, 1, 2, 20, 21])
+
+    def stored() -> set[str]:
+        return _stored(PosixStorage(url))
+
+    wait_until(lambda: stored() == _steps(0, 20, 200, 210), "retention")
+    # Another node goes on, with a clock that is months behind: its own hours count.
+    forked(_save_by_a_clock, url, str(memory_root / "b"), base - 5e6, [22, 23, 24])
+    wait_until(lambda: stored() == _steps(0, 200, 210, 220, 230, 240), "retention")
+    forked(_save_by_a_clock, url, str(memory_root / "b"), base - 5e6, [43])
+    wait_until(lambda: stored() == _steps(0, 220, 240, 430), "retention")
 
 
 def test_what_storage_has_deleted_is_not_called_durable_when_it_leaves_memory(job: Job) -> None:

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from dcp_mem import ConfigError
 from dcp_mem.policy.facts import CheckpointFacts
+from dcp_mem.policy.order import SaveNumber
 from dcp_mem.policy.retention import (
     Retention,
     any_of,
     keep_best,
     keep_every,
+    keep_for,
     keep_last,
     leaving,
     retention,
@@ -80,10 +82,52 @@ def test_without_steps_nothing_is_kept_every_so_many() -> None:
     assert leaving(keep_every(1), there) == there[:1]  # but for the newest
 
 
+def _dated(*dates: tuple[str, float]) -> list[CheckpointFacts]:
+    """Checkpoints of steps 0, 10, 20, …, by the writer and its date in hours."""
+    return [
+        CheckpointFacts(
+            key=f"step-{number * 10}",
+            created=hours * 3600,
+            number=SaveNumber(1, number),
+            step=number * 10,
+            writer=writer,
+        )
+        for number, (writer, hours) in enumerate(dates)
+    ]
+
+
+_DAYS = _dated(("a", 1), ("a", 13), ("a", 25), ("a", 37), ("a", 48), ("a", 49))
+
+
+@pytest.mark.parametrize(
+    ("policy", "there", "steps"),
+    [
+        (keep_for("24h"), _DAYS, [30, 40, 50]),
+        (keep_for(24 * 3600 + 1), _DAYS, [20, 30, 40, 50]),
+        (keep_every("1d"), _DAYS, [0, 20, 40]),
+        (any_of(keep_for("1h"), keep_every("1d")), _DAYS, [0, 20, 40, 50]),
+        (any_of(keep_last(2), keep_for("1min")), _DAYS, [40, 50]),
+        # b's clock is a year ahead of a's, or behind it: only b's hours count since then.
+        (keep_for("24h"), _dated(("a", 1), ("a", 9), ("b", 9000), ("b", 9023)), [10, 20, 30]),
+        (keep_for("24h"), _dated(("a", 9001), ("a", 9010), ("b", 1), ("b", 16)), [10, 20, 30]),
+        (keep_for("24h"), _dated(("a", 1), ("b", 9000), ("a", 26)), [10, 20]),
+        (keep_every("1d"), _dated(("a", 1), ("a", 2), ("b", 1), ("b", 2)), [0, 20]),
+        (keep_for("1h"), _dated(("a", 9), ("a", 5)), [0, 10]),  # a's clock was set back
+    ],
+)
+def test_dates_of_one_writer_count(
+    policy: Retention, there: list[CheckpointFacts], steps: list[int]
+) -> None:
+    assert _steps(policy, there) == steps
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
 @pytest.mark.parametrize(
     ("policy", "most"),
     [
         (keep_last(3), 3),
+        (keep_for("1h"), None),
+        (keep_every("1h"), None),
         (keep_every(3), None),
         (any_of(keep_last(2), keep_best("loss", 2)), 4),
         (any_of(keep_last(2), keep_every(9)), None),
@@ -100,12 +144,14 @@ _candidates = st.lists(
         created=st.sampled_from([1.0, 2.0, 3.0]),
         step=st.none() | st.integers(0, 40),
         metrics=st.dictionaries(st.sampled_from(["loss", "score"]), st.floats()),
+        writer=st.sampled_from("xy"),
     ),
     unique_by=lambda one: one.key,
 )
 _policies = st.recursive(
     st.builds(keep_last, st.integers(1, 4))
-    | st.builds(keep_every, st.integers(1, 9))
+    | st.builds(keep_every, st.integers(1, 9) | st.sampled_from(["1s", "2s"]))
+    | st.builds(keep_for, st.sampled_from(["1s", "1.5s", "9s"]))
     | st.builds(
         lambda metric, n, mode: keep_best(metric, n, mode=mode),
         st.sampled_from(["loss", "score"]),
@@ -138,6 +184,46 @@ def test_what_stays_stays_when_the_rest_is_gone(
     assert leaving(policy, left) == []
 
 
+_histories = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(1, 30)), max_size=30
+)
+
+
+@given(_histories, st.integers(1, 60), st.integers(-500, 500))
+def test_nothing_leaves_before_its_time_whatever_clocks_show(
+    saves: list[tuple[str, int, int]], hours: int, apart: int
+) -> None:
+    """Saves of two nodes in turn, some rejected: `apart` is how far their clocks differ."""
+    now, there, real = 0, list[CheckpointFacts](), dict[str, int]()
+    for number, (writer, rejected, passed) in enumerate(saves):
+        now += passed
+        key = f"step-{number}"
+        real[key] = now
+        shown = now + (apart if writer == "b" else 0)
+        there.append(
+            CheckpointFacts(
+                key=key,
+                created=shown * 3600.0,
+                number=SaveNumber(1, number),
+                writer=writer,
+                rejected=rejected == 3,
+            )
+        )
+        gone = leaving(any_of(keep_for(hours * 3600), keep_every("7d")), there)
+        there = [one for one in there if one not in gone]
+        assert all(now - real[one.key] >= hours for one in gone)
+        days = {(one.writer, one.created // (7 * 86400)) for one in gone}
+        assert days <= {(one.writer, one.created // (7 * 86400)) for one in there}
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 60))
+def test_on_one_node_nothing_stays_after_its_time(passed: list[int], hours: int) -> None:
+    moments = list(itertools.accumulate(passed))
+    there = _dated(*(("a", moment) for moment in moments))
+    kept = [moment for moment in moments if moments[-1] - moment < hours]
+    assert _steps(keep_for(hours * 3600), there) == [moments.index(moment) * 10 for moment in kept]
+
+
 @given(st.lists(_policies, min_size=1, max_size=3), _candidates)
 def test_the_order_of_policies_is_nothing(
     policies: list[Retention], there: list[CheckpointFacts]
@@ -151,6 +237,9 @@ def test_the_order_of_policies_is_nothing(
         lambda: keep_last(0),
         lambda: keep_last(True),
         lambda: keep_every(-1),
+        lambda: keep_every("1 fortnight"),
+        lambda: keep_for("0h"),
+        lambda: keep_for(-1),
         lambda: keep_best("", 1),
         lambda: keep_best("loss", 0),
         lambda: keep_best("loss", mode="least"),
