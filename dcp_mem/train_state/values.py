@@ -91,7 +91,7 @@ def put_together(saved: Mapping[str, Any], tensors: Tensors, known: Tensors, wha
 
 
 def _mark() -> torch.Tensor:
-    """Return what stands for a tensor in a form; no meta tensor: torch's planner makes those real."""
+    """Return what stands for a tensor in a form; no meta tensor, which torch would make real."""
     return torch.empty(0, dtype=torch.uint8)
 
 
