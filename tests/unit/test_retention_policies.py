@@ -242,7 +242,7 @@ def test_the_order_of_policies_is_nothing(
         lambda: keep_for(-1),
         lambda: keep_best("", 1),
         lambda: keep_best("loss", 0),
-        lambda: keep_best("loss", mode="least"),
+        lambda: keep_best("loss", mode="least"),  # type: ignore[arg-type]
         any_of,
         lambda: any_of("keep_last"),  # type: ignore[arg-type]
         lambda: retention(None, "keep_memory"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from dcp_mem.integrations.megatron import MemoryCheckpointing
-from dcp_mem.loading.finish import recoveries_in
+from dcp_mem.memory.recoveries import recoveries_in
 from dcp_mem.operations.inventory import job_memory
 
 _ROOT = "/nowhere/ckpts"
