@@ -136,9 +136,7 @@ class JobMemory:
     def lists(self, path: str) -> bool:
         """Return whether the file is a segment, or parity, of a complete checkpoint."""
         directory, file = os.path.split(path)
-        manifests = self._manifests_in(
-            directory, files_in(f"{directory}/{names.OWN}"), self.generations()
-        )
+        manifests = self._manifests_in(directory, files_in(f"{directory}/{names.OWN}"), {})
         return names.save_id_of(file) in {manifest.save_id for manifest in manifests}
 
     def allocated_bytes(self) -> int:

@@ -84,9 +84,11 @@ def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
         if whole
         else [node.kept for node in nodes]
     )
-    staying = frozenset().union(*map(_needed, groups), *(_busy(node.kept) for node in nodes))
+    needed = (_needed(_newest_first(group)) for group in groups)
+    staying = frozenset().union(*needed, *(_busy(node.kept) for node in nodes))
     for node in nodes:
-        full = _make_room(node, keep, evict, _evictable(node.kept, staying, whole))
+        evictable = _evictable(_newest_first(node.kept), staying, whole)
+        full = _make_room(node, keep, evict, evictable)
         if full is not None:
             is_lent = any(one.is_lent for one in nodes)
             return replace(full, lasting=not (is_lent or _will_have_room(nodes, keep)))
@@ -122,6 +124,7 @@ def retire(kept: Sequence[CheckpointFacts], keep: int) -> frozenset[str]:
     `keep`: how many stay at most, if they may leave.
     """
     leaving: set[str] = set()
+    kept = _newest_first(kept)
     staying = _needed(kept) | _busy(kept)
     for one in _evictable(kept, staying, frozenset(each.key for each in kept)):
         if (one.chosen or one.pending) and len(kept) - len(leaving) <= keep:
@@ -135,6 +138,7 @@ def allowance(kept: Sequence[CheckpointFacts], keep: int) -> int:
 
     That is `keep`, or 2 where `keep` is 1 and only an older checkpoint than the newest has copies.
     """
+    kept = _newest_first(kept)
     return max(keep, len(_newest(kept) | _newest([one for one in kept if one.replicated])))
 
 
@@ -219,21 +223,23 @@ def _needed_in_all(node: NodeMemory, freed: int) -> int:
 def _evictable(
     kept: Sequence[CheckpointFacts], staying: frozenset[str], whole: frozenset[str]
 ) -> list[CheckpointFacts]:
-    """Return what may leave, in the order of rule 3."""
-    free = [one for one in reversed(_newest_first(kept)) if one.key not in staying]
+    """Return what may leave, in the order of rule 3; `kept`: newest first."""
+    free = [one for one in reversed(kept) if one.key not in staying]
     return sorted(free, key=lambda one: (one.key in whole, one.chosen, one.pending))
 
 
 def _needed(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
-    """Return the newest, the newest with copies, and the newest meant for storage if pending."""
+    """Return the newest, the newest with copies, and the newest meant for storage if pending.
+
+    `kept`: newest first.
+    """
     pending = {one.key for one in kept if one.pending}
     replicated = _newest([one for one in kept if one.replicated])
     return _newest(kept) | replicated | (_newest([one for one in kept if one.persist]) & pending)
 
 
 def _newest(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
-    kept = [one for one in kept if not one.rejected]
-    return frozenset([_newest_first(kept)[0].key] if kept else ())
+    return frozenset([one.key for one in kept if not one.rejected][:1])
 
 
 def _newest_first(kept: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from dcp_mem.comm import Ranks, world_size
@@ -18,7 +19,7 @@ class Home(NamedTuple):
     domain: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Topology:
     """The nodes and failure domains of the ranks of one save or load."""
 
@@ -26,12 +27,12 @@ class Topology:
     domains: tuple[str, ...]
     rank: int
 
-    @property
+    @cached_property
     def is_leader(self) -> bool:
         """Whether this rank is the first one on its node, which acts for the node."""
         return self.nodes.index(self.nodes[self.rank]) == self.rank
 
-    @property
+    @cached_property
     def node_count(self) -> int:
         """The number of nodes."""
         return len(set(self.nodes))
@@ -66,8 +67,8 @@ class JobNodes:
             domain = f"domain {failure_domain}" if failure_domain else f"node {self._node}"
             homes = ranks.all_reduce({ranks.rank: Home(self._node, domain)}, operator.or_)
             nodes, domains = zip(*(homes[rank] for rank in range(ranks.size)), strict=True)
-            known = ranks.cache[self._node] = nodes, domains
+            known = ranks.cache[self._node] = Topology(nodes, domains, ranks.rank)
             ranks.set_nodes(nodes)
-        if known[0] is not self._seen and ranks.size == world_size():
-            self._seen, self._of_all_ranks = known[0], frozenset(known[0])
-        return Topology(known[0], known[1], ranks.rank)
+        if known.nodes is not self._seen and ranks.size == world_size():
+            self._seen, self._of_all_ranks = known.nodes, frozenset(known.nodes)
+        return known
