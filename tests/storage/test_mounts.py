@@ -125,8 +125,8 @@ def test_the_doctor_names_the_mount_and_the_url_to_use_instead(
     with mount():
         found = examine(str(memory_root), str(tmp_path / "bucket" / "run"), {})
         checks = {one.name: one for one in found}
-    assert checks["storage: mount"].found == f"fuse.s3fs at {tmp_path / 'bucket'}"
-    assert "s3://BUCKET/run" in checks["storage: mount"].advice
+    assert checks["storage mount"].found == f"fuse.s3fs at {tmp_path / 'bucket'}"
+    assert "s3://BUCKET/run" in checks["storage mount"].advice
     assert checks["storage: conditions"].found.startswith("none")
 
 
