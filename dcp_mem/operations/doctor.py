@@ -337,7 +337,7 @@ def _mount(root: str) -> Check:
             f"{native or 'The URL of the store itself'} takes less, if it is an object store"
         )
     )
-    return judged("storage: mount", f"{mount.kind} at {mount.directory}", advice)
+    return judged("storage mount", f"{mount.kind} at {mount.directory}", advice)
 
 
 def _is_same(storage: Storage, key: str, data: bytes) -> Check | None:

@@ -97,7 +97,8 @@ def _by_gcsfs(fs: Any, bucket: str) -> S3Client:
     timeouts = {"connect_timeout": seconds, "read_timeout": seconds} if seconds else {}
     trusted = trusted_authorities("REQUESTS_CA_BUNDLE")
     refuse_missing_authorities(trusted)
-    client = botocore.session.Session().create_client(
+    session = botocore.session.Session({"profile": (None, None, None, None)})  # Amazon's
+    client = session.create_client(
         "s3",
         endpoint_url=endpoint,
         region_name="auto",

