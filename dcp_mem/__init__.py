@@ -171,10 +171,12 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        warn_if_untested("torch")
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    nearest = get_close_matches(name, __all__, 1)
-    meant = f": did you mean {nearest[0]}?" if nearest and not name.startswith("_") else ""
-    raise AttributeError(f"module 'dcp_mem' has no attribute {name!r}{meant}")
+if not TYPE_CHECKING:  # Type checkers would take any name for one that it returns.
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            warn_if_untested("torch")
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        nearest = get_close_matches(name, __all__, 1)
+        meant = f": did you mean {nearest[0]}?" if nearest and not name.startswith("_") else ""
+        raise AttributeError(f"module 'dcp_mem' has no attribute {name!r}{meant}")

@@ -31,7 +31,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.arguments import takes
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.progress_bar import progress_bar
-from dcp_mem.common.values import CheckpointStatus, SaveInfo, State
+from dcp_mem.common.values import CheckpointStatus, SaveInfo, State, StateText
 from dcp_mem.config import Settings, checked_metrics, checked_step, checkpoint_name
 from dcp_mem.errors import ConfigError, picklable
 from dcp_mem.options import DEFAULTS, SaveOptions, WriterOptions, of_kind, settings
@@ -295,7 +295,7 @@ class MemoryStorageWriter(StorageWriter):
     def wait(
         self,
         checkpoint_id: str | os.PathLike[str] | None = None,
-        state: State | str = State.DURABLE,
+        state: State | StateText = State.DURABLE,
         timeout: float | None = None,
         *,
         progress: bool = False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from dcp_mem.common.sendable import sendable
 
@@ -24,6 +25,10 @@ class State(str, Enum):
     SKIPPED = "skipped"  # never became durable, mostly since newer ones did; the reason is recorded
     EVICTED = "evicted"  # left memory by retention
     DELETED = "deleted"  # was durable, and left storage by retention
+
+
+StateText = Literal["complete", "replicated", "durable"]
+"""The states that can be waited for, as texts."""
 
 
 class Outcome(str, Enum):

@@ -26,7 +26,7 @@ from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.comm.bridge.errors import cause_of
 from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
-from dcp_mem.common.values import CheckpointStatus, SaveInfo, State
+from dcp_mem.common.values import CheckpointStatus, SaveInfo, State, StateText
 from dcp_mem.config import Purpose, checked_metrics, checked_state, checked_step
 from dcp_mem.errors import (
     CheckpointNotFound,
@@ -390,7 +390,7 @@ class CheckpointManager:
     def wait(
         self,
         step: int | None = None,
-        state: State | str = State.DURABLE,
+        state: State | StateText = State.DURABLE,
         timeout: float | None = None,
         *,
         progress: bool = True,

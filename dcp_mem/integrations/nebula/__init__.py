@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.nebula.checkpoint import (
@@ -33,6 +33,13 @@ from dcp_mem.integrations.nebula.checkpoint import (
 )
 from dcp_mem.integrations.nebula.local_files import release_all
 from dcp_mem.integrations.nebula.run import init, join, shut_down
+
+if TYPE_CHECKING:
+    from dcp_mem.integrations.nebula.deepspeed import (
+        NebulaDeepspeedStrategy as NebulaDeepspeedStrategy,
+    )
+    from dcp_mem.integrations.nebula.lightning import NebulaCallback as NebulaCallback
+    from dcp_mem.integrations.nebula.lightning import NebulaCheckpointIO as NebulaCheckpointIO
 
 _ADAPTERS = {  # imported when used: they need Lightning, and the last one needs DeepSpeed
     "NebulaCallback": "dcp_mem.integrations.nebula.lightning",
@@ -83,7 +90,9 @@ def __dir__() -> list[str]:
     return [*__all__, *_ADAPTERS]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _ADAPTERS:
-        return getattr(importlib.import_module(_ADAPTERS[name]), name)
-    raise AttributeError(f"module 'dcp_mem.integrations.nebula' has no attribute {name!r}")
+if not TYPE_CHECKING:  # Type checkers would take any name for one that it returns.
+
+    def __getattr__(name: str) -> Any:
+        if name in _ADAPTERS:
+            return getattr(importlib.import_module(_ADAPTERS[name]), name)
+        raise AttributeError(f"module 'dcp_mem.integrations.nebula' has no attribute {name!r}")
