@@ -202,237 +202,159 @@ _EXPORT_ONLY = {"prefix": "safetensors", "trust": "torch", "target_options": "dc
 """Options of `export` that are of one format alone."""
 
 
-def _refuse(text: str) -> None:
-    raise click.UsageError(text, click.get_current_context())
+def _check_reject(given: Mapping[str, Any]) -> str:
+    return "give either --why TEXT or --undo" if given["undo"] == bool(given["why"]) else ""
 
 
-def _check_reject(given: Mapping[str, Any]) -> None:
-    if given["undo"] == bool(given["why"]):
-        _refuse("give either --why TEXT or --undo")
+def _check_report(given: Mapping[str, Any]) -> str:
+    is_mixed = given["output"] == "-" and given["is_json"]
+    return "--json answers on standard output too: give -o FILE" if is_mixed else ""
 
 
-def _check_report(given: Mapping[str, Any]) -> None:
-    if given["output"] == "-" and given["is_json"]:
-        _refuse("--json answers on standard output too: give -o FILE")
+def _check_flush(given: Mapping[str, Any]) -> str:
+    return "--newest needs --all" if given["newest"] and not given["is_all"] else ""
 
 
-def _check_flush(given: Mapping[str, Any]) -> None:
-    if given["newest"] is not None and not given["is_all"]:
-        _refuse("--newest needs --all")
-
-
-def _check_doctor(given: Mapping[str, Any]) -> None:
-    if given["transport"] is not None:
-        if not given["is_of_peers"]:
-            _refuse("--transport goes with --peers")
+def _check_doctor(given: Mapping[str, Any]) -> str:
+    if given["transport"] is not None and given["is_of_peers"]:
         transport_point(given["transport"])
+    is_alone = given["transport"] is not None and not given["is_of_peers"]
+    return "--transport goes with --peers" if is_alone else ""
 
 
-def _check_export(given: Mapping[str, Any]) -> None:
+def _check_export(given: Mapping[str, Any]) -> str:
     for name, kind in _EXPORT_ONLY.items():
         if given[name] and given["kind"] != kind:
-            _refuse(f"--{name.rstrip('s').replace('_', '-')} is for --format {kind}")
+            return f"--{name.rstrip('s').replace('_', '-')} is for --format {kind}"
+    return ""
 
 
 COMMANDS = {
-    "ls": Command(
-        short="List checkpoints, or the jobs in this node's memory.",
-        text=_LS,
-        needs_root=False,
-        needs_job=False,
-    ),
+    "ls": Command("List checkpoints, or the jobs in this node's memory.", _LS, needs="nothing"),
     "show": Command(
-        short="Show what a checkpoint consists of.",
-        text=_SHOW,
-        own=[
-            _ID,
-            option(
-                *("--all", "is_all"),
-                is_flag=True,
-                help="List everything, not only the first 40 of each kind.",
-            ),
-        ],
+        "Show what a checkpoint consists of.",
+        _SHOW,
+        _ID,
+        option("--all is_all", "List everything, not only the first 40 of each kind."),
     ),
     "verify": Command(
-        short="Read every byte of checkpoints and compare it with its checksums.",
-        text=_VERIFY,
-        own=[argument("checkpoint_id", metavar="[ID]", required=False)],
+        "Read every byte of checkpoints and compare it with its checksums.",
+        _VERIFY,
+        argument("checkpoint_id", metavar="[ID]", required=False),
     ),
     "reject": Command(
-        short="Mark a checkpoint as not to be resumed from, or take that back.",
-        text=_REJECT,
-        own=[
-            _ID,
-            option("--why", metavar="TEXT", help="The reason, for people."),
-            option("--undo", is_flag=True, help="Take the mark back."),
-        ],
+        "Mark a checkpoint as not to be resumed from, or take that back.",
+        _REJECT,
+        _ID,
+        option("--why TEXT", "The reason, for people."),
+        option("--undo", "Take the mark back."),
         check=_check_reject,
     ),
     "rm": Command(
-        short="Remove checkpoints from memory and storage.",
-        text=_RM,
-        own=[
-            argument("ids", metavar="ID...", nargs=-1, required=True),
-            option("--yes", is_flag=True, help="Don't ask."),
-            option(
-                "--force",
-                is_flag=True,
-                help="Also remove the newest durable checkpoint, and what is being read from "
-                "storage.",
-            ),
-        ],
+        "Remove checkpoints from memory and storage.",
+        _RM,
+        argument("ids", metavar="ID...", nargs=-1, required=True),
+        option("--yes", "Don't ask."),
+        option(
+            "--force",
+            "Also remove the newest durable checkpoint, and what is being read from storage.",
+        ),
     ),
     "gc": Command(
-        short="Free memory of dead jobs, and what interrupted saves have left on storage.",
-        text=_GC,
-        own=[
-            option("--yes", is_flag=True, help="Free it; without this, only list it."),
-            option(
-                "--force",
-                is_flag=True,
-                help="Also free checkpoints that never reached storage; they are lost then.",
-            ),
-            option(
-                "--older-than",
-                metavar="HOURS",
-                type=click.FloatRange(min=0),
-                default=24.0,
-                show_default=True,
-                help="On storage: only what hasn't been touched for so long.",
-            ),
-        ],
-        needs_root=False,
-        needs_job=False,
+        "Free memory of dead jobs, and what interrupted saves have left on storage.",
+        _GC,
+        option("--yes", "Free it; without this, only list it."),
+        option("--force", "Also free checkpoints that never reached storage; they are lost then."),
+        option(
+            "--older-than HOURS",
+            "On storage: only what hasn't been touched for so long.",
+            type=click.FloatRange(min=0),
+            default=24.0,
+        ),
+        needs="nothing",
     ),
     "watch": Command(
-        short="Follow a job's checkpoints in memory and on their way to storage.",
-        text=_WATCH,
-        own=repeating("looks", shortest_seconds=0.1),
-        needs_root=False,
-        needs_job=False,
+        "Follow a job's checkpoints in memory and on their way to storage.",
+        _WATCH,
+        *repeating("looks", shortest_seconds=0.1),
+        needs="nothing",
     ),
     "report": Command(
-        short="Write an HTML page about a job's saves, flushes and recoveries.",
-        text=_REPORT,
-        own=[
-            option(
-                *("-o", "--output"),
-                metavar="FILE",
-                default="report.html",
-                show_default=True,
-                callback=at_home,
-                help="The file to write; - for standard output.",
-            )
-        ],
-        needs_root=False,
+        "Write an HTML page about a job's saves, flushes and recoveries.",
+        _REPORT,
+        option(
+            "-o --output FILE",
+            "The file to write; - for standard output.",
+            default="report.html",
+            callback=at_home,
+        ),
+        needs="job",
         check=_check_report,
     ),
     "flush": Command(
-        short="Bring complete checkpoints in memory to storage, and wait for that.",
-        text=_FLUSH,
-        own=[
-            option(
-                *("--all", "is_all"),
-                is_flag=True,
-                help="Also flush what was saved to stay in memory.",
-            ),
-            option(
-                "--newest",
-                metavar="N",
-                type=click.IntRange(min=1),
-                help="With --all: only the newest N of these.",
-            ),
-            option(
-                "--timeout",
-                metavar="SECONDS",
-                type=float,
-                help="Stop waiting then; the agent goes on.",
-            ),
-        ],
+        "Bring complete checkpoints in memory to storage, and wait for that.",
+        _FLUSH,
+        option("--all is_all", "Also flush what was saved to stay in memory."),
+        option("--newest N", "With --all: only the newest N of these.", type=click.IntRange(min=1)),
+        option("--timeout SECONDS", "Stop waiting then; the agent goes on.", type=float),
         check=_check_flush,
     ),
     "doctor": Command(
-        short="Check this machine and the storage for what training needs.",
-        text=_DOCTOR,
-        own=[
-            option(
-                *("--peers", "is_of_peers"),
-                is_flag=True,
-                help="Measure the network between nodes instead.",
-            ),
-            option(
-                "--transport",
-                metavar="[auto|nixl|tcp|…]",
-                help="With --peers: also try and measure what copies go by.",
-            ),
-        ],
-        needs_root=False,
-        needs_job=False,
+        "Check this machine and the storage for what training needs.",
+        _DOCTOR,
+        option("--peers is_of_peers", "Measure the network between nodes instead."),
+        option(
+            "--transport [auto|nixl|tcp|…]", "With --peers: also try and measure what copies go by."
+        ),
+        needs="nothing",
         check=_check_doctor,
     ),
     "export": Command(
-        short="Write a checkpoint out for other programs.",
-        text=_EXPORT,
-        own=[
-            _ID,
-            argument("target", callback=at_home),
-            option(
-                *("--format", "kind"),
-                type=click.Choice(["dcp", "torch", "safetensors", "files"]),
-                default="dcp",
-                show_default=True,
-                help="What to write; see above.",
-            ),
-            option(
-                "--prefix",
-                default="",
-                metavar="TEXT",
-                help="safetensors: only tensors whose names begin so; the names lose it.",
-            ),
-            option(
-                "--trust",
-                is_flag=True,
-                help="torch: unpickle byte items without restrictions; that may run code in them.",
-            ),
-            option(
-                *("--target-option", "target_options"),
-                metavar="KEY=VALUE",
-                multiple=True,
-                callback=key_values,
-                help="dcp: as --storage-option, for TARGET.",
-            ),
-        ],
+        "Write a checkpoint out for other programs.",
+        _EXPORT,
+        _ID,
+        argument("target", callback=at_home),
+        option(
+            "--format kind",
+            "What to write; see above.",
+            type=click.Choice(["dcp", "torch", "safetensors", "files"]),
+            default="dcp",
+        ),
+        option(
+            "--prefix TEXT",
+            "safetensors: only tensors whose names begin so; the names lose it.",
+            default="",
+        ),
+        option(
+            "--trust",
+            "torch: unpickle byte items without restrictions; that may run code in them.",
+        ),
+        option(
+            "--target-option target_options KEY=VALUE",
+            "dcp: as --storage-option, for TARGET.",
+            multiple=True,
+            callback=key_values,
+        ),
         check=_check_export,
     ),
     "follow": Command(
-        short="Run a command for each new checkpoint of a training run.",
-        text=_FOLLOW,
-        own=[
-            option(
-                *("--exec", "words"),
-                metavar="COMMAND",
-                callback=words_of,
-                help="Run this for each checkpoint; see above.",
-            ),
-            option(
-                *("--durable", "only_durable"),
-                is_flag=True,
-                help="Only checkpoints that storage has.",
-            ),
-            option(
-                "--until-ended",
-                is_flag=True,
-                help="End with the run, if it ends on this node; a killed run may be restarted, "
-                "and doesn't.",
-            ),
-            option(
-                "--timeout",
-                type=click.FloatRange(0.0),
-                metavar="SECONDS",
-                help="End when no new checkpoint has come for so long.",
-            ),
-            *repeating("checkpoints", shortest_seconds=0.05),
-        ],
+        "Run a command for each new checkpoint of a training run.",
+        _FOLLOW,
+        option(
+            "--exec words COMMAND", "Run this for each checkpoint; see above.", callback=words_of
+        ),
+        option("--durable only_durable", "Only checkpoints that storage has."),
+        option(
+            "--until-ended",
+            "End with the run, if it ends on this node; a killed run may be restarted, and "
+            "doesn't.",
+        ),
+        option(
+            "--timeout SECONDS",
+            "End when no new checkpoint has come for so long.",
+            type=click.FloatRange(0.0),
+        ),
+        *repeating("checkpoints", shortest_seconds=0.05),
     ),
 }
 """In the order of the help."""

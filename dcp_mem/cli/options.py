@@ -67,28 +67,12 @@ class CommonOptions:
         )
 
 
-def run(
-    name: str,
-    *,
-    root: str | None,
-    memory_root: str | None,
-    job: str | None,
-    storage_options: dict[str, Any],
-    is_json: bool,
-    no_color: bool,
-    debug: bool,
-    **own: Any,
-) -> Any:
+def run(name: str, *, is_json: bool, no_color: bool, debug: bool, **given: Any) -> Any:
     """Run a command with the common options in one value, and its own options as they are."""
-    common = CommonOptions(
-        screen=Screen(is_json=is_json, no_color=no_color),
-        root=root,
-        memory_root=memory_root,
-        job=job,
-        storage_options=storage_options,
-    )
+    places = {one: given.pop(one) for one in ("root", "memory_root", "job", "storage_options")}
+    common = CommonOptions(screen=Screen(is_json=is_json, no_color=no_color), **places)
     with _logging(debug):
-        return importlib.import_module(f"dcp_mem.cli.{name}").run(common, **own)
+        return importlib.import_module(f"dcp_mem.cli.{name}").run(common, **given)
 
 
 @contextmanager

@@ -10,8 +10,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -23,17 +22,22 @@ STANDING = ("path", "name", "step")
 _IN_BRACES = re.compile(r"\{\{(\w+)\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command of the tool; `dcp_mem.cli.<its name>` has the function `run` that does it."""
+    """A command of the tool; `dcp_mem.cli.<its name>` has the function `run` that does it.
 
-    short: str  # for the list of commands
-    text: str  # its help; after "Examples:", how it is used
-    own: Sequence[click.Parameter] = ()  # what it takes besides the options of all commands
-    needs_root: bool = True
-    needs_job: bool = True  # nothing can be done without a root or a job's name
-    # raises UsageError for options that don't go together; it gets all by their names
-    check: Callable[[Mapping[str, Any]], None] | None = None
+    `text` is its help, and after "Examples:" how it is used; `own` is what it takes besides the
+    options of all commands; `check` gets all by their names, and returns what is wrong with it.
+    """
+
+    def __init__(
+        self,
+        short: str,
+        text: str,
+        *own: click.Parameter,
+        needs: Literal["root", "job", "nothing"] = "root",
+        check: Callable[[Mapping[str, Any]], str] = lambda _: "",
+    ) -> None:
+        self.short, self.text, self.own, self.needs, self.check = short, text, own, needs, check
 
 
 class Group(click.Group):
@@ -57,8 +61,18 @@ class Group(click.Group):
         return super().resolve_command(context, args)
 
 
-def option(*names: str, **facts: Any) -> click.Option:
-    return click.Option(names, **facts)
+def option(names: str, text: str, **facts: Any) -> click.Option:
+    """Make an option of its names, that of its argument, and METAVAR; without that it is a flag."""
+    *known, last = names.split()
+    is_name = last.startswith("-") or (last.isidentifier() and last.islower())
+    return click.Option(
+        [*known, last] if is_name else known,
+        help=text,
+        metavar=None if is_name else last,
+        is_flag=is_name and "type" not in facts,
+        show_default=bool(facts.get("default")),
+        **facts,
+    )
 
 
 def argument(name: str, **facts: Any) -> click.Argument:
@@ -67,16 +81,11 @@ def argument(name: str, **facts: Any) -> click.Argument:
 
 def repeating(what: str, shortest_seconds: float) -> list[click.Parameter]:
     """Return the options of a command that looks again and again: `seconds`, `times`."""
-    every = option(
-        *("--every", "seconds"),
-        type=click.FloatRange(shortest_seconds),
-        default=1.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="Pause between two looks.",
-    )
-    end = f"End after N {what}."
-    return [every, option("--times", metavar="N", type=click.IntRange(1), help=end)]
+    pause = click.FloatRange(shortest_seconds)
+    return [
+        option("--every seconds SECONDS", "Pause between two looks.", type=pause, default=1.0),
+        option("--times N", f"End after N {what}.", type=click.IntRange(1)),
+    ]
 
 
 def key_values(
@@ -131,22 +140,20 @@ def filled(word: str, values: Mapping[str, str]) -> str:
 
 _COMMON = (
     option(
-        "--memory-root",
-        metavar="DIR",
-        help="The directory in tmpfs [default: $DCP_MEM_ROOT or /dev/shm/dcp_mem-UID].",
+        "--memory-root DIR",
+        "The directory in tmpfs [default: $DCP_MEM_ROOT or /dev/shm/dcp_mem-UID].",
     ),
-    option("--job", metavar="NAME", help="The job's name in memory [default: made from ROOT]."),
+    option("--job NAME", "The job's name in memory [default: made from ROOT]."),
     option(
-        *("--storage-option", "storage_options"),
-        metavar="KEY=VALUE",
+        "--storage-option storage_options KEY=VALUE",
+        "For the storage, as in storage_options=; may be JSON, and may be repeated. Secrets belong "
+        "in the environment: others on this machine see command lines.",
         multiple=True,
         callback=key_values,
-        help="For the storage, as in storage_options=; may be JSON, and may be repeated. "
-        "Secrets belong in the environment: others on this machine see command lines.",
     ),
-    option("--json", "is_json", is_flag=True, help="Print one JSON object in place of text."),
-    option("--no-color", is_flag=True, help="No colours; the same as setting $NO_COLOR."),
-    option("--debug", is_flag=True, help="Log everything, and show tracebacks of errors."),
+    option("--json is_json", "Print one JSON object in place of text."),
+    option("--no-color", "No colours; the same as setting $NO_COLOR."),
+    option("--debug", "Log everything, and show tracebacks of errors."),
 )
 """The options of every command."""
 
@@ -154,20 +161,20 @@ _COMMON = (
 def _for_click(name: str, command: Command) -> click.Command:
     def run(**given: Any) -> Any:
         given["root"] = None if given["root"] == "-" else root_url(given["root"])
-        if command.needs_job and given["root"] is None and given["job"] is None:
+        if command.needs != "nothing" and given["root"] is None and given["job"] is None:
             raise ConfigError(
                 "say which job: give its ROOT on storage, or --job and nothing else for one that "
                 "is in memory only"
             )
-        if command.check is not None:
-            command.check(given)
+        if wrong := command.check(given):
+            raise click.UsageError(wrong, click.get_current_context())
         # Only now: what commands do may take torch, which takes seconds.
         return importlib.import_module("dcp_mem.cli.options").run(name, **given)
 
     first, _, examples = command.text.strip().partition("\n\nExamples:\n")
     return click.Command(
         name,
-        params=[argument("root", required=command.needs_root), *command.own, *_COMMON],
+        params=[argument("root", required=command.needs == "root"), *command.own, *_COMMON],
         callback=run,
         help=first,
         short_help=command.short,

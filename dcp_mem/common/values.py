@@ -245,4 +245,4 @@ def shown(text: str) -> str:
 
 def figures(metrics: Mapping[str, float]) -> str:
     """Return metrics for people."""
-    return ", ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+    return ", ".join(f"{name}={value:.4g}" for name, value in sorted(metrics.items()))

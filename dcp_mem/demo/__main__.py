@@ -37,7 +37,7 @@ def main() -> int:
     for signum in (signal.SIGINT, signal.SIGTERM):  # leave through the exits, which clean up
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
     heading(f"dcp_mem demo: FSDP2 training on {RANKS} CPU ranks")
-    detail("three trainings, of which one is killed: two to four minutes on two cores")
+    detail("three trainings, of which one is killed: two to four minutes on two idle cores")
     with TemporaryDirectory(prefix="dcp_mem-demo-", ignore_cleanup_errors=True) as work:
         memory = memory_root(Path(work), ROOM[given.size])
         try:
@@ -71,6 +71,7 @@ def play(given: argparse.Namespace, work: Path, memory: Path) -> Account:
         f"rank {KILLED_RANK} is killed (SIGKILL) while it saves step-{plan.killed}"
     )
     options = replace(options, save_every=plan.save_every, path=storage, memory_root=str(memory))
+    detail("once it is killed, torchrun starts both ranks again")
     killed = replace(options, steps=plan.stop_after, journals=str(work / "2"), kill=True)
     attempts += run(killed, max_restarts=1)
     forget(memory)

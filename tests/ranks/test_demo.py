@@ -27,6 +27,8 @@ def test_the_demo_is_killed_recovers_and_shows_identical_losses(tmp_path: Path) 
     assert "resumed step-2 from memory" in done.stdout
     assert "resumed step-4 from storage" in done.stdout
     assert done.stdout.count("\n  yes  ") == 7
+    assert done.stdout.count("  next: ") == 2
+    assert len(re.findall(r"^  done in \d+ s$", done.stdout, re.MULTILINE)) == 3
     assert "\n  NO " not in done.stdout
     waited = re.search(
         r"a save held it up +(\d+) ms \(median of 5; the first \d+ ms\)", done.stdout

@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import pickle
+import re
 import shutil
 import sys
 import tempfile
@@ -102,10 +103,21 @@ def test_bad_policies_are_refused(make: object) -> None:
         make()  # type: ignore[operator]
 
 
-def test_missing_package_of_a_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "said"),
+    [
+        ("gs", "'gcsfs': pip install gcsfs"),
+        ("s3", "'s3fs': pip install 'dcp_mem[s3]'"),
+        ("abfs", "'adlfs': pip install 'dcp_mem[azure]'"),
+    ],
+)
+def test_missing_package_of_a_protocol_is_named(
+    protocol: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="needs the Python package 'gcsfs': pip install gcsfs"):
-        MemoryStorageWriter("gs://bucket/run")
+    monkeypatch.setattr(importlib.import_module("fsspec.registry"), "registry", {})
+    with pytest.raises(ConfigError, match=re.escape(f"needs the Python package {said}")):
+        MemoryStorageWriter(f"{protocol}://bucket/run")
 
 
 def _save_without_a_name(job: Job) -> list[str]:

@@ -295,6 +295,9 @@ def test_cells_of_tables_say_on_a_phone_what_they_are() -> None:
     cells = list(_parsed(text).iter("td"))
     assert cells
     assert all(cell.get("data-label") for cell in cells)
+    # A cell's label and a state's colour would be drawn in the same place, one over the other.
+    assert not [cell for cell in cells if "state" in (cell.get("class") or "")]
+    assert [one.text for one in _parsed(text).iter("span") if one.get("class") == "state is-failed"]
     assert "@media screen and (max-width: 640px)" in text
 
 
