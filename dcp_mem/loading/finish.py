@@ -30,8 +30,8 @@ from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveri
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.repair import CannotRepair, Repair, begin_repair
+from dcp_mem.loading.sources.base import PEERS
 from dcp_mem.loading.sources.memory import MemorySource
-from dcp_mem.loading.sources.remote import PEERS
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, in_turn, open_leased
 from dcp_mem.memory.root import node_id
