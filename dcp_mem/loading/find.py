@@ -209,7 +209,7 @@ def _decide(load: LoadAttempt, search: Search, surveys: Sequence[_Survey]) -> _D
     if len(wanted) > 1:
         return _Decision(wanted)
     plan = None
-    if search.is_collective:
+    if search.scope == names.COLLECTIVE:
         plan = _elect(load, search, [survey.findings for survey in surveys])
     all_plan = all(survey.plans_itself for survey in surveys)
     return _Decision(plan=plan, all_plan_themselves=all_plan)

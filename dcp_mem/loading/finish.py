@@ -29,8 +29,8 @@ from dcp_mem.format.recoveries import RecoveryRecord, merge_recoveries, to_lines
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.repair import CannotRepair, Repair, begin_repair
+from dcp_mem.loading.sources.base import PEERS
 from dcp_mem.loading.sources.memory import MemorySource
-from dcp_mem.loading.sources.remote import PEERS
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.recoveries import add_recovery, recoveries_in

@@ -30,9 +30,8 @@ from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.payloads import PendingPayloads, TableIndex, table_index
 from dcp_mem.loading.pending import PendingItem, PendingItems
 from dcp_mem.loading.shared_fetch import LoadGroup, fetch_together
-from dcp_mem.loading.sources.base import SOURCE_ERRORS, Source
+from dcp_mem.loading.sources.base import PEERS, SOURCE_ERRORS, RemoteSource, Source
 from dcp_mem.loading.sources.memory import MemorySource
-from dcp_mem.loading.sources.remote import PEERS, RemoteSource
 from dcp_mem.memory.device_copies import current_stream, on_stream_of
 from dcp_mem.planning.plain_tensors import HOST, PLAIN
 from dcp_mem.planning.reads import DirectRead, ItemRead, Reads, Saved

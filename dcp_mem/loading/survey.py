@@ -34,11 +34,6 @@ class Search:
     wanted: str | None  # name of the checkpoint; None for all checkpoints
     scope: str  # `names.COLLECTIVE`, or the scope of one rank that saved alone
 
-    @property
-    def is_collective(self) -> bool:
-        """Whether it looks for what all ranks saved together."""
-        return self.scope == names.COLLECTIVE
-
 
 # -- memory ----------------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ This room may import format, policy and what lies below them. Read its modules i
 (the memory root and its checks), `job` (one job's directory: what completes, what leaves),
 `checkpoint` (one complete checkpoint as this node has it), `records`, `recoveries` and `exports`
 (what is written down of checkpoints and exports), `recycling` (segments become free slots),
-`checksumming` (checksums of complete checkpoints) and `finite` (values that aren't finite),
-`stock_metadata` (`.metadata` for torch's own readers), `catalogs`, `locks` (leases and the job's
-lock), `slot` (one file) and `slots` (those of a process), `mapping`, `views` (files as memory),
-`copying` (payload bytes), `checked_reads` (the same, held against checksums), `pinning` and `numa`
-(CUDA), `window` (memory that ranks share while they load).
+`checksumming` (checksums of complete checkpoints, and values that aren't finite), `stock_metadata`
+(`.metadata` for torch's own readers), `catalogs`, `locks` (leases and the job's lock), `slot` (one
+file) and `slots` (those of a process), `mapping`, `views` (files as memory), `copying` (payload
+bytes), `checked_reads` (the same, held against checksums), `pinning` (CUDA, NUMA nodes), `window`
+(memory that ranks share while they load).
 """

@@ -177,7 +177,6 @@ class JobMemory:
             known = self._manifests.get(path)
             if known is None or known[0] != version:  # every save looks through all of them
                 known = self._manifests[path] = version, Manifest.from_json(files.read_bytes(path))
-                self._damaged.pop(path, None)
         except FileNotFoundError:
             self._manifests.pop(path, None)
             return None
@@ -185,6 +184,7 @@ class JobMemory:
             self._damaged[path] = str(error)
             log.warning("passing over %s: %s", path, error)
             return None
+        self._damaged.pop(path, None)
         return known[1]
 
     def raised(self, manifest: Manifest) -> Manifest:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dcp_mem.memory import numa
+from dcp_mem.memory import pinning
 
 GPU = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
 
@@ -19,19 +19,19 @@ def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, cpus: s
     nodes.mkdir(parents=True)
     (device / "numa_node").write_text(f"{node}\n")
     (nodes / "cpulist").write_text(f"{cpus}\n")
-    monkeypatch.setattr(numa, "SYSTEM", str(tmp_path))
+    monkeypatch.setattr(pinning, "SYSTEM", str(tmp_path))
 
 
 def test_a_gpus_cpus_are_those_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _machine(tmp_path, monkeypatch, "1", "0-3,8,10-11")
-    assert numa.cpus_near(GPU) == {0, 1, 2, 3, 8, 10, 11}
+    assert pinning.cpus_near(GPU) == {0, 1, 2, 3, 8, 10, 11}
 
 
 def _affinity_after_staying_near(gpu: object) -> set[int]:
     found: list[set[int]] = []
 
     def work() -> None:
-        numa.stay_near(gpu)
+        pinning.stay_near(gpu)
         found.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=work)
