@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from queue import Full, Queue
 
@@ -15,18 +16,26 @@ import torch.distributed as dist
 from dcp_mem.comm import rank_in
 from dcp_mem.common.arguments import shown
 from dcp_mem.common.log import log
-from dcp_mem.common.values import CheckpointStatus, State
+from dcp_mem.common.values import HISTORIES, RECOVERIES, CheckpointStatus, State
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError
+from dcp_mem.format.history import to_csv
+from dcp_mem.format.records import moment_text
+from dcp_mem.format.recoveries import to_lines
 from dcp_mem.manager.saved import Saved
-from dcp_mem.manager.tracker import Event, Tracker
+from dcp_mem.manager.tracker import Event, Publisher, Story, Tracker
+from dcp_mem.operations.history import History, fate_of, flush_throughput, read_history, totals
 from dcp_mem.operations.inventory import job_memory
+from dcp_mem.operations.report import render_page
 from dcp_mem.reader import RecoveryReport
 from dcp_mem.runtime import states
+from dcp_mem.storage.retry import RetryPolicy
 
 _MOST_WAITING = 10_000
 _PATIENCE = 15.0
 _STEPS = 1_000
+_BETWEEN_STORIES = 60.0
+_FEW_RETRIES = RetryPolicy(tries=2, longest_pause_seconds=1.0, deadline_seconds=5.0)
 
 
 class Feed:
@@ -48,6 +57,7 @@ class Feed:
                     f"trackers={shown(trackers)}: give a list of objects with track() and close()"
                 )
         self._trackers = list(trackers)
+        self._publishers = [one for one in trackers if isinstance(one, Publisher)]
         self._settings, self._group = settings, group
         self._told: set[tuple[str, ...]] = set()
         # Steps of the last saves, by name: a checkpoint that has left memory doesn't tell its own.
@@ -55,6 +65,7 @@ class Feed:
         self._events: Queue[Event | None] = Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._is_behind = False
+        self._published = -math.inf
         self._skip_the_past()
 
     def saved(self, saved: Saved) -> None:
@@ -122,7 +133,10 @@ class Feed:
             if event.kind == "save":
                 self._note_step(event)
                 self._look()
+                if time.monotonic() - self._published > _BETWEEN_STORIES:
+                    self._publish()
         self._look()
+        self._publish()
         for tracker in list(self._trackers):
             self._try(tracker, tracker.close)
 
@@ -163,6 +177,27 @@ class Feed:
                 if is_new:
                     yield event
 
+    def _publish(self) -> None:
+        publishers = [one for one in self._publishers if one in self._trackers]
+        if not publishers:
+            return
+        self._published = time.monotonic()
+        try:
+            story = _story(read_history(self._settings, retry_policy=_FEW_RETRIES))
+        except Exception as error:  # The next one tells as much.
+            log.warning("trackers get no report of %s: %s", self._settings.job, error)
+            return
+        for tracker in publishers:
+            self._show(tracker, story)
+
+    def _show(self, tracker: Publisher, story: Story) -> None:
+        try:
+            tracker.publish(story)
+        except Exception as error:  # Its figures may still get through.
+            self._publishers.remove(tracker)
+            name, kind = type(tracker).__name__, type(error).__name__
+            log.warning("%s gets no more reports: %s: %s", name, kind, error)
+
     def _tell(self, event: Event) -> None:
         for tracker in list(self._trackers):
             self._try(tracker, partial(tracker.track, event))
@@ -175,6 +210,31 @@ class Feed:
             log.warning(
                 "%s is told no more: %s: %s", type(tracker).__name__, type(error).__name__, error
             )
+
+
+def _story(history: History) -> Story:
+    return Story(
+        page=render_page(history),
+        files={
+            HISTORIES: to_csv(history.checkpoints).decode(),
+            RECOVERIES: to_lines(history.recoveries).decode(),
+        },
+        checkpoints=[
+            {
+                "checkpoint": one.name,
+                "step": "" if one.step is None else one.step,
+                "created": moment_text(one.created),
+                "outcome": fate_of(one).value,
+                "bytes": one.nbytes,
+                "save_seconds": one.stage_seconds,
+                "flush_seconds": one.flush_seconds,
+                "flush_bytes_per_second": flush_throughput(one),
+                "error": one.error,
+            }
+            for one in history.checkpoints
+        ],
+        totals=asdict(totals(history)),
+    )
 
 
 def _flushes(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], Event]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -72,6 +72,23 @@ class Event:
         return {f"{self.kind}_{name}": value for name, value in found.items()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """All that is known of a job's checkpoints, earlier runs' too, as `dcp-mem report` tells it.
+
+    Attributes:
+        page: The report as an HTML page.
+        files: The histories by name: `checkpointHistories.csv` and `recoveries.jsonl`.
+        checkpoints: A row for each checkpoint, oldest first, all with the same columns.
+        totals: Sums: saves, seconds blocked, bytes flushed and so on.
+    """
+
+    page: str
+    files: Mapping[str, str]
+    checkpoints: Sequence[Mapping[str, str | float]]
+    totals: Mapping[str, float]
+
+
 @runtime_checkable
 class Tracker(Protocol):
     """Something that records what becomes of checkpoints.
@@ -93,3 +110,18 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write out what was held back. No event comes after that."""
+
+
+@runtime_checkable
+class Publisher(Tracker, Protocol):
+    """A tracker that shows the whole story as well."""
+
+    def publish(self, story: Story) -> None:
+        """Show a story in the place of an earlier one.
+
+        It comes at the end, and in between once a minute at most. Where storage doesn't answer it
+        is left out.
+
+        Args:
+            story: What is known by then.
+        """

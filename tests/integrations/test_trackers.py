@@ -1,11 +1,20 @@
 """Trackers: the real libraries record each checkpoint, and no failure of theirs stops training."""
 
+import csv
+import io
 import json
 import logging
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +23,13 @@ import torch
 import torch.distributed as dist
 
 from dcp_mem import CheckpointManager, ConfigError, every_n_saves
-from dcp_mem.integrations.trackers import Event, JsonLines, Tracker
+from dcp_mem.integrations.trackers import Event, JsonLines, Story, Tracker
 from tests.support import REPOSITORY
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import make_state, wait_until
 from tests.support.docs import LOOP
 from tests.support.processes.forks import forked_ranks
+from tests.support.storage.servers import free_port
 
 openmetrics = pytest.importorskip("prometheus_client.openmetrics.parser")
 
@@ -383,7 +393,13 @@ def mlflow_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
     """Where MLflow keeps its runs, in files."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri, before = (tmp_path / "mlruns").as_uri(), mlflow.get_tracking_uri()
+    with _tracked(mlflow, (tmp_path / "mlruns").as_uri()) as uri:
+        yield uri
+
+
+@contextmanager
+def _tracked(mlflow: Any, uri: str) -> Iterator[str]:
+    before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(uri)
     yield uri
     mlflow.set_tracking_uri(before)
@@ -416,6 +432,102 @@ def test_mlflow_has_figures_by_step_in_the_active_run(
     tags = client.get_run(run.info.run_id).data.tags
     assert tags["checkpoint.last_flush"] == "step-30: durable"
     assert tags["checkpoint.last_save"].startswith("step-40: failed; TypeError")
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path) -> Iterator[str]:
+    """A server of MLflow's own; it takes what `mlflow` installs beyond mlflow-skinny."""
+    for package in ("mlflow", "alembic", "flask", "huey", "uvicorn", "skops"):
+        pytest.importorskip(package)
+    port = free_port()
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"{tmp_path}/runs"]
+    command += ["--artifacts-destination", str(tmp_path / "artifacts")]
+    url = f"http://127.0.0.1:{port}"
+    with open(tmp_path / "server.log", "wb") as log:
+        environ = {**os.environ, "MLFLOW_ALLOW_FILE_STORE": "true"}  # a database takes a minute
+        server = subprocess.Popen(
+            command, env=environ, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        wait_until(lambda: _answers(f"{url}/health"), "MLflow's server", timeout=240)
+        with _tracked(pytest.importorskip("mlflow"), url) as uri:
+            yield uri
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow", "ignore:The ``noload`` loader")
+@pytest.mark.parametrize("where", ["mlflow_runs", "mlflow_server"])
+def test_mlflow_shows_report_histories_table_and_figure(
+    memory_root: Path, url: Path, tmp_path: Path, where: str, request: pytest.FixtureRequest
+) -> None:
+    uri = request.getfixturevalue(where)
+    client = pytest.importorskip("mlflow").MlflowClient(uri)
+    run_id = client.create_run(client.create_experiment("of dcp_mem")).info.run_id
+
+    from dcp_mem.integrations.trackers.mlflow import MLflow
+
+    def train(steps: Sequence[int]) -> None:
+        tracker = MLflow(run_id, tracking_uri=uri)
+        with _manager(memory_root, url, tracker) as manager:
+            manager.restore({"w": torch.zeros(1000)})
+            for step in steps:
+                manager.save(step, {"w": torch.full((1000,), float(step))})
+                manager.wait(step, progress=False)
+
+    train([0, 1])
+    train([2])  # a restart that goes on in the same run
+    shown = {one.path for one in client.list_artifacts(run_id, "checkpoint")}
+    names = {"report.html", "checkpointHistories.csv", "recoveries.jsonl", "totals.json"}
+    names |= {"checkpoints.json", *(["checkpoints.png"] if find_spec("matplotlib") else [])}
+    assert shown == {f"checkpoint/{name}" for name in names}
+
+    def text(name: str) -> str:
+        return Path(client.download_artifacts(run_id, f"checkpoint/{name}", tmp_path)).read_text()
+
+    steps = ["step-0", "step-1", "step-2"]
+    assert all(step in text("report.html") for step in steps)
+    rows = list(csv.DictReader(io.StringIO(text("checkpointHistories.csv"))))
+    assert [(row["name"], row["outcome"]) for row in rows] == [(one, "durable") for one in steps]
+    assert json.loads(text("recoveries.jsonl"))["name"] == "step-1"
+    totals = json.loads(text("totals.json"))
+    assert (totals["saves"], totals["durable"], totals["recoveries"]) == (3, 3, 1)
+    if find_spec("pandas"):
+        table = client.load_table(
+            client.get_run(run_id).info.experiment_id,
+            "checkpoint/checkpoints.json",
+            run_ids=[run_id],
+        )
+        assert list(table["checkpoint"]) == steps
+        assert list(table["outcome"]) == ["durable"] * 3
+    assert len(client.get_metric_history(run_id, "checkpoint/save_seconds")) == 3
+
+
+def test_what_cannot_be_published_costs_no_figures(
+    memory_root: Path, url: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(_Notes):
+        def publish(self, story: Story) -> None:
+            assert story.checkpoints[-1]["checkpoint"] == "step-1"
+            raise OSError("no room for artifacts")
+
+    notes = Full()
+    with _manager(memory_root, url, notes) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+        wait_until(lambda: "no more reports" in caplog.text)
+        manager.save(2, {"w": torch.ones(3)})
+    assert [one.step for one in notes.of("save")] == [1, 2]
+    assert caplog.text.count("no room for artifacts") == notes.closed == 1
 
 
 def test_mlflow_takes_a_run_by_its_id_and_says_so_where_there_is_none(

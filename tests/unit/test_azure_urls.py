@@ -42,6 +42,24 @@ def test_urls_that_name_no_container_are_refused_with_the_form_that_does(given: 
         root_url(given)
 
 
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        ("azureml://datastores/mine/paths/runs/42/", "show --name mine`"),
+        (
+            "azureml://subscriptions/s/resourceGroups/r/providers/Microsoft.MachineLearning"
+             "Services/workspaces/w/datastores/mine/paths/runs/42",
+            "show --name mine -g r -w w`",
+        ),
+    ],
+)
+def test_a_datastores_url_is_refused_with_the_url_to_give(given: str, command: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        root_url(given)
+    assert command in str(caught.value)
+    assert "'abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/runs/42' means" in str(caught.value)
+
+
 def test_a_url_with_a_signature_is_refused_without_showing_it() -> None:
     url = "https://mine.blob.core.windows.net/ckpts?sv=2024&sig=c2VjcmV0"
     with pytest.raises(ConfigError, match="storage_options=") as caught:
