@@ -39,9 +39,9 @@ def _closes(places: Places) -> None:
         saving: Any = dcp.async_save(_state(2), checkpoint_id="2", storage_writer=writer)
         directory = places.directory("memory", "2")
         wait_until(lambda: any(directory.glob(f"__{rank}_*")), "this rank's segment")
-        saving.result(timeout=60)
-        dist.barrier()
-        assert_same(_state(2), places.load("memory", "2", blank_of(_state(2))))
+    saving.result(timeout=60)
+    dist.barrier()
+    assert_same(_state(2), places.load("memory", "2", blank_of(_state(2))))
 
 
 @pytest.mark.parametrize("env", [{}, _TORCH_PLANS], ids=["own plans", "torch plans"])
