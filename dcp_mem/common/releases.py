@@ -13,6 +13,7 @@ _LIGHTNING = ("2.4", "2.7")
 TESTED = {
     "accelerate": ("1.8", "1.16"),
     "adlfs": ("2024.12", "2027"),
+    "botocore": ("1.36", "2"),
     "deepspeed": ("0.14", "0.20"),
     "gcsfs": ("2024.12", "2027"),
     "lightning": _LIGHTNING,
