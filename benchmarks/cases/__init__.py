@@ -3,7 +3,7 @@
     core         a job on one node: saves, plans, restores, memory
     storage      uploads, reads and flushes, beside sockets, SDKs and other libraries
     replication  copies on other nodes: saves, throughput, recovery, memory, decisions
-    scaling      a paper model of large jobs
+    scaling      large jobs on paper: a model, and published failures replayed
 
 A case has a function `run(settings)` that returns a section of tables. Cases import the harness and
 dcp_mem, not each other.
@@ -122,6 +122,7 @@ CASES = (
     Case("replication.many", "saves, copies and recoveries of up to 192 processes, a node lost"),
     Case("replication.transports", "CPU of moving bytes by TCP, NIXL and plain gloo"),
     Case("scaling.model", "the tables of docs/scaling.md"),
+    Case("scaling.failures", "published failure rates replayed: the tables of docs/failures.md"),
 )
 
 

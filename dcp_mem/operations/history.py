@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import median
@@ -16,6 +16,7 @@ from dcp_mem.format.history import HistoryRow, from_csv, row_of
 from dcp_mem.format.recoveries import RecoveryRecord, merge_recoveries
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.recoveries import recoveries_in
+from dcp_mem.operations.goodput import goodput, lost_seconds
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
 from dcp_mem.storage import OfOneFile
@@ -104,6 +105,8 @@ class Totals:
     retries: int
     recovery_seconds: float
     recovery_median: float
+    lost_seconds: float  # to saves, work done twice, pauses and loads
+    goodput: float  # effective training time ratio: the share of the time that wasn't lost
 
 
 def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> History:
@@ -146,6 +149,9 @@ def totals(history: History) -> Totals:
     moments += [one.durable for one in flushes]
     first, last = min(moments, default=0.0), max(moments, default=0.0)
     blocked = [one.stage_seconds for one in saves]
+    lost = lost_seconds(
+        ((one.created, one.created + one.stage_seconds) for one in saves), _resumes(history)
+    )
     return Totals(
         saves=len(saves),
         **counts,
@@ -162,7 +168,16 @@ def totals(history: History) -> Totals:
         retries=sum(one.retries for one in checkpoints),
         recovery_seconds=sum(one.seconds for one in recoveries),
         recovery_median=_median(one.seconds for one in recoveries),
+        lost_seconds=lost,
+        goodput=goodput(lost, last - first),
     )
+
+
+def _resumes(history: History) -> Iterator[tuple[float, float]]:
+    """Yield from when each load's checkpoint was saved until it was loaded."""
+    created = {one.save_id: one.created for one in history.checkpoints if one.save_id}
+    for one in history.recoveries:
+        yield min(one.time, created.get(one.save_id, one.time - one.seconds)), one.time
 
 
 def _median(values: Iterable[float]) -> float:

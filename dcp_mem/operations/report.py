@@ -214,6 +214,11 @@ def _tiles(sums: Totals) -> list[Tile]:
         ),
         Tile("Blocked per save", duration(sums.blocked_median) or _NONE, "median"),
         Tile(
+            "Goodput",
+            f"{sums.goodput:.1%}" if sums.last > sums.first else _NONE,
+            f"{duration(sums.lost_seconds) or 'nothing'} lost",
+        ),
+        Tile(
             "Saving overhead",
             f"{sums.blocked_share:.2%}"
             if sums.blocked_seconds and sums.last > sums.first
