@@ -254,8 +254,9 @@ class JobFlusher:
         record = attempt.ended(Outcome.DURABLE, durable=time.time())
         if has_committed:
             row = row_of(checkpoint.manifest, record)
-            is_shown = registration.shows_history
-            add_to_stored_history(storage, row, memory.history.rows(), is_shown=is_shown)
+            is_shown, outputs = registration.shows_history, registration.outputs
+            known = memory.history.rows()
+            add_to_stored_history(storage, row, known, is_shown=is_shown, outputs=outputs)
         return record, has_committed
 
     def _lost(self, attempt: FlushAttempt) -> tuple[frozenset[str], set[str]]:

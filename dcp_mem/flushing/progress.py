@@ -5,10 +5,12 @@ None of it can fail a flush.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dcp_mem.common.files import write_atomically
 from dcp_mem.common.log import log
 from dcp_mem.common.values import HISTORIES, Outcome, Transfer
 from dcp_mem.errors import DcpMemError, ManifestInvalid, StorageKeyMissing
@@ -85,10 +87,16 @@ class FlushAttempt:
 
 
 def add_to_stored_history(
-    storage: Storage, row: HistoryRow, known: Sequence[HistoryRow], *, is_shown: bool = False
+    storage: Storage,
+    row: HistoryRow,
+    known: Sequence[HistoryRow],
+    *,
+    is_shown: bool = False,
+    outputs: str = "",
 ) -> None:
     """Add a checkpoint's row to the history on storage, or replace it; a failure is logged.
-    `is_shown`: people look for the history in the root itself: a copy is put there.
+    `is_shown`: people look for the history in the root itself, and in `outputs` where that is
+    given: copies are put there.
     """
     try:
         try:
@@ -105,6 +113,10 @@ def add_to_stored_history(
         for file in (names.job_file(HISTORIES), *([HISTORIES] if is_shown else [])):
             if after != before:
                 storage.put(file, after)
+        if is_shown and outputs:
+            shown = os.path.join(outputs, "nebula", HISTORIES)
+            os.makedirs(os.path.dirname(shown), exist_ok=True)
+            write_atomically(shown, after, mode=0o644)
     except Exception as error:  # the checkpoint is committed, whatever this may be
         log.warning(
             "%s is durable, but %s in %s doesn't tell: %s", row.name, HISTORIES, storage.url, error

@@ -58,6 +58,8 @@ class Registration:
     # As in `Settings`. A registration without a run leaves it as it was.
     export: ExportOrder | None = None
     shows_history: bool = False
+    # of the trainer's job in Azure ML, whose pages show what lies in it; "" elsewhere
+    outputs: str = ""
     umask: int = 0o077
 
     def reached_by(self, other: Registration) -> Registration:
@@ -96,8 +98,10 @@ def registration_of(
         for one in fields(Registration)
         if hasattr(settings, one.name)
     }
+    in_azure_ml = os.environ.get("AZUREML_CR_EXECUTION_WORKING_DIR_PATH", "")
     return Registration(
         **of_settings,
+        outputs=os.path.join(in_azure_ml, "outputs") if in_azure_ml else "",
         environment=credential_environment(),
         now=now,
         nodes=nodes,

@@ -53,8 +53,11 @@ def _natively(place: str, name: str, tags: list[str]) -> None:
 def test_a_script_for_torch_alone(
     memory_root: Path, tmp_path: Path, name: str, tags: list[str]
 ) -> None:
-    forked(_natively, str(tmp_path), name, tags, env={"DCP_MEM_ROOT": str(memory_root)})
-    wait_until((tmp_path / "storage" / "checkpointHistories.csv").exists)
+    env = {"DCP_MEM_ROOT": str(memory_root), "AZUREML_CR_EXECUTION_WORKING_DIR_PATH": str(tmp_path)}
+    forked(_natively, str(tmp_path), name, tags, env=env)
+    # Azure ML shows what lies in a job's `outputs`, this among its folders.
+    for place in (tmp_path / "storage", tmp_path / "outputs" / "nebula"):
+        wait_until((place / "checkpointHistories.csv").exists)
 
 
 # -- DeepSpeed: test_deepspeed.py trains with the same section -------------------------------------

@@ -47,10 +47,7 @@ def test_urls_that_name_no_container_are_refused_with_the_form_that_does(given: 
     [
         ("azureml://datastores/mine/paths/runs/42/", "show --name mine`"),
         (
-            (
-                "azureml://subscriptions/s/resourceGroups/r/providers/"
-                "Microsoft.MachineLearningServices/workspaces/w/datastores/mine/paths/runs/42"
-            ),
+            "azureml://subscriptions/s/resourceGroups/r/workspaces/w/datastores/mine/paths/runs/42",
             "show --name mine -g r -w w`",
         ),
     ],
