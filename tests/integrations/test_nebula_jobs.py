@@ -139,7 +139,7 @@ def _bert(place: str, is_killed: bool) -> tuple[int, list[float]]:
         TrainingArguments,
     )
 
-    class Dies(TrainerCallback):  # type: ignore[misc]
+    class Dies(TrainerCallback):
         first = -1
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:

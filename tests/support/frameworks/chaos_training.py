@@ -74,13 +74,13 @@ def _by_dcp_save(model: Any, optimizer: Any, out: Path) -> Any:
     begin = int(found[-1].name.partition("-")[2]) if found else 0
     if found:
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments}
+        state: dict[str, Any] = {"model": weights, "optimizer": moments}
         dcp.load(state, checkpoint_id=found[-1])
         set_state_dict(
             model,
             optimizer,
             model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],  # type: ignore[arg-type]
+            optim_state_dict=state["optimizer"],
         )
 
     def save(step: int) -> None:
@@ -106,7 +106,7 @@ def _huggingface(saver: str, out: Path) -> torch.nn.Module:
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": self.net(x).square().mean()}
 
-    class Says(TrainerCallback):  # type: ignore[misc]
+    class Says(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             print(f"resumed from step {state.global_step}", flush=True)
 
@@ -152,7 +152,7 @@ def _lightning(saver: str, out: Path) -> torch.nn.Module:
             return torch.optim.AdamW(self.parameters(), 0.01)
 
     if saver == "dcp_mem":
-        plugins = [MemoryCheckpointIO(out / "storage", memory_root=out / "memory")]
+        plugins: list[Any] = [MemoryCheckpointIO(out / "storage", memory_root=out / "memory")]
         callback: Any = MemoryCheckpoint(every_n_train_steps=_EACH)
     else:
         plugins = []
