@@ -143,7 +143,9 @@ class Optimizers:
         if not self._optimizers:
             return
         if not saved["groups"]:
-            raise DcpMemError("the checkpoint has no optimizers")
+            raise DcpMemError(
+                "the checkpoint has no optimizers: strict=False keeps the state of those here"
+            )
         names = self._names
         keys = [_key(index, of) for index, of in enumerate(names)]
         own = {key: record for key, (record,) in saved["groups"].items() if key in keys}

@@ -398,7 +398,7 @@ def test_what_is_missing_and_isnt_a_ranks_own_is_an_error(memory_job: Job) -> No
         )
     with pytest.raises(
         dcp.CheckpointException,
-        match=r"RuntimeError: Missing key in checkpoint state_dict: app\.values\.epoch",
+        match=r"EntriesMissing: Missing key in checkpoint state_dict: app\.values\.epoch",
     ):
         dcp_mem.load(
             {"app": TrainState(nn.Linear(2, 2), extra={"epoch": 0})},

@@ -602,7 +602,7 @@ def test_a_partial_load_leaves_what_the_checkpoint_lacks_as_it_was(places: Place
     ],
     ids=["missing", "size"],
 )
-def test_a_state_that_does_not_match_is_torchs_own_error(
+def test_a_state_that_does_not_match_is_an_error_as_torch_has_it(
     places: Places, into: State, message: str
 ) -> None:
     with places.writer() as writer:
