@@ -37,7 +37,7 @@ IMPORTED = {"megatron-core": "megatron.core", "mlflow-skinny": "mlflow"}
 INTEGRATIONS = {
     "azure": (("adlfs",), "tests/storage/test_azure.py"),
     "deepspeed": (("deepspeed",), "tests/integrations/test_deepspeed.py"),
-    "gs": (("gcsfs",), "tests/storage/test_gcs.py"),
+    "gs": (("botocore", "gcsfs"), "tests/storage/test_gcs.py"),
     "huggingface": (("accelerate", "transformers"), "tests/integrations/test_huggingface.py"),
     "lightning": (("lightning",), "tests/integrations/test_lightning.py"),
     "megatron": (("megatron-core",), "tests/integrations/test_megatron.py"),

@@ -155,7 +155,7 @@ def _described_by(source: Source, files: SharedFiles) -> Description:
 # -- the sources that a rank sees ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Located:
     """The sources of a checkpoint that this rank sees; not yet asked what it consists of."""
 

@@ -135,8 +135,15 @@ def _attributes(path: Path) -> Iterator[str]:
             )
 
 
-_OTHERS = {"_exit", "_fp", "_raw_stream", "_register_atexit"}
-"""Of urllib3, botocore and Python."""
+_OTHERS = {
+    "_exit",
+    "_fp",
+    "_location",
+    "_raw_stream",
+    "_register_atexit",
+    "_use_client_cert",
+}
+"""Of urllib3, botocore, gcsfs and Python."""
 _MODULES_NAMES = {
     ("_C", "torch"),
     ("_cuda_hasPrimaryContext", "torch"),
