@@ -190,7 +190,7 @@ def test_training_waits_for_no_tracker(memory_root: Path) -> None:
 
 
 def test_something_that_is_no_tracker_is_refused(memory_root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a str has no track\(\)"):
+    with pytest.raises(ConfigError, match=r"give a list of objects with track\(\)"):
         _manager(memory_root, None, "metrics.jsonl")  # type: ignore[arg-type]
 
 

@@ -204,7 +204,7 @@ def test_failures_are_by_rank_with_the_own_error_and_what_is_known_of_the_others
     first, second = forked_ranks(_fails_on_rank_1, 2, memory_job, env={"DCP_MEM_TIMEOUT": "30"})
     assert first[:3] == [([(1, "RankFailed")], RankFailed)] * 3
     assert second[0] == ("KeyError", None)
-    assert [names for names, _ in second[1:3]] == [[(1, "AttributeError")], [(1, "RuntimeError")]]
+    assert [names for names, _ in second[1:3]] == [[(1, "AttributeError")], [(1, "EntriesMissing")]]
     assert first[3][0] == [(0, "CheckpointNotFound")]
     assert second[3][0] == [(1, "CheckpointNotFound")]
 

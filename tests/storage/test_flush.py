@@ -384,9 +384,9 @@ def _order_of_first_saves(job: Job) -> list[str]:
         order.append("registered")
         wake(*given, **options)
 
-    def note_publication(*given: Any) -> None:
+    def note_publication(*given: Any, **options: Any) -> None:
         order.append("published")
-        publish(*given)
+        publish(*given, **options)
 
     with pytest.MonkeyPatch.context() as patch, job.writer(agent="thread") as writer:
         patch.setattr(session, "wake_agent", note_wake)
