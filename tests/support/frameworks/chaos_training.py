@@ -168,7 +168,9 @@ def _lightning(saver: str, out: Path) -> torch.nn.Module:
         callbacks=[callback],
     )
     model = Model()
-    loader: Any = torch.utils.data.DataLoader(torch.cat(_batches()), batch_size=4)  # type: ignore[arg-type]
+    # The same batch at each step: this loader has no state, so a resume begins its epoch again.
+    same = torch.cat(_batches()[:1] * STEPS)
+    loader: Any = torch.utils.data.DataLoader(same, batch_size=4)  # type: ignore[arg-type]
     trainer.fit(model, loader, ckpt_path="last")
     return model
 
