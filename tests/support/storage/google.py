@@ -35,6 +35,8 @@ _SIGNED = {
 }
 Answer = tuple[int, list[tuple[str, str]], bytes]
 _JSON = re.compile(r"(?:/download)?/storage/v1/b/(?P<bucket>[^/]+)/o(?:/(?P<key>.+))?$")
+_JSON_UPLOAD = re.compile(r"/upload/storage/v1/b/(?P<bucket>[^/]+)/o$")
+_JSON_PLACE = re.compile(r"/storage/v1/b/(?P<bucket>[^/]+)(?:/o/(?P<key>.+))?$")
 _COPY = {
     "HTTP_X_GOOG_COPY_SOURCE": "HTTP_X_AMZ_COPY_SOURCE",
     "HTTP_X_GOOG_COPY_SOURCE_IF_MATCH": "HTTP_X_AMZ_COPY_SOURCE_IF_MATCH",
@@ -69,7 +71,18 @@ class Google:
         environ["HTTP_AUTHORIZATION"] = _SIGNED["Authorization"]
         if any(name.startswith(("HTTP_X_AMZ_", "HTTP_AMZ_")) for name in environ):
             return _error(400, "ExcessHeaderValues")
-        if found := _JSON.match(environ["RAW_URI"].partition("?")[0]):
+        uri = environ["RAW_URI"].partition("?")[0]
+        if method == "POST" and (found := _JSON_UPLOAD.match(uri)):
+            return self._uploaded(environ, unquote(found["bucket"]))
+        if (method, uri) == ("POST", "/storage/v1/b"):
+            bucket = json.loads(environ["wsgi.input"].getvalue())["name"]
+            self._s3.put(f"/{bucket}", headers=_SIGNED)
+            return _json({"kind": "storage#bucket", "name": bucket})
+        if method == "DELETE" and (found := _JSON_PLACE.match(uri)):
+            place = "/" + unquote("/".join(filter(None, found.groups())))
+            self._generations.pop(place, None)
+            return self._s3.delete(quote(place), headers=_SIGNED).status_code, [], b""
+        if found := _JSON.match(uri):
             return self._read(environ, unquote(found["bucket"]), unquote(found["key"] or ""), query)
         is_object = path.count("/") > 1
         is_copy = "HTTP_X_GOOG_COPY_SOURCE" in environ
@@ -120,6 +133,18 @@ class Google:
     def _generation(self, path: str) -> list[tuple[str, str]]:
         found = self._generations.get(path)
         return [("x-goog-generation", str(found))] if found else []
+
+    def _uploaded(self, environ: dict[str, Any], bucket: str) -> Answer:
+        """Put what gcsfs sends with one request: a description, and the bytes."""
+        boundary = environ["CONTENT_TYPE"].partition("boundary=")[2].strip("'\"").encode()
+        _, described, sent, _ = environ["wsgi.input"].getvalue().split(b"--" + boundary)
+        key = json.loads(described.partition(b"\n\n")[2])["name"]
+        data = sent.partition(b"\n\n")[2].removesuffix(b"\n")
+        path = f"/{bucket}/{key}"
+        with self._locks[path]:
+            self._s3.put(quote(path), data=data, headers=_SIGNED)
+            self._generations[path] = next(self._numbers)
+        return _json(_item(bucket, key, len(data)))
 
     def _read(
         self, environ: dict[str, Any], bucket: str, key: str, query: dict[str, list[str]]
