@@ -31,6 +31,7 @@ def test_every_kill_resumes_to_the_same_weights(memory_root: Path, points: int) 
         capture_output=True,
         text=True,
         check=False,
+        umask=0o077,  # its directories lie in a memory root, which others can't look into
     )
     verdicts = re.findall(r"^(?:[A-Z_]+: \d+ *)+$", run.stdout, re.MULTILINE)
     assert run.returncode == 0, run.stdout + run.stderr
