@@ -245,7 +245,7 @@ def _on_rank_0(ranks: Ranks, act: Callable[[], T]) -> Attempted[T] | None:
 
 def _values_of_all(what: str, gathered: Sequence[tuple[tuple[T, ...], Failures]]) -> Sequence[T]:
     """Return all ranks' values, by rank. Raise RankFailed if a rank has failed."""
-    failures = tuple([failure for _, of_rank in gathered for failure in of_rank])
+    failures = tuple(failure for _, of_rank in gathered for failure in of_rank)
     raise_together(what, failures[:_MOST_FAILURES])
     return [values[0] for values, _ in gathered]
 

@@ -195,12 +195,10 @@ _KINDS: Mapping[str, Check] = {"bool": _switch, "float": _seconds, "dist.Process
 def _check(annotation: str, module: str) -> Check | None:
     """Return the check of what is annotated so in a module; None where there is none."""
     kinds = annotation.split(" | ")
-    if (
-        kinds[0] not in _KINDS
-        and get_origin(choices := getattr(_of(module), annotation, 0)) is Literal
-    ):
-        return lambda name, value: one_of(name, value, choices)
     check = _KINDS.get(kinds[0])
+    choices = getattr(sys.modules.get(module), annotation, None) if check is None else None
+    if get_origin(choices) is Literal:
+        return lambda name, value: one_of(name, value, choices)
     if check is None or kinds[1:] not in ([], ["None"]):
         return None
     return functools.partial(_unless_none, check) if kinds[1:] else check
@@ -209,10 +207,6 @@ def _check(annotation: str, module: str) -> Check | None:
 def _unless_none(check: Check, name: str, value: object) -> None:
     if value is not None:
         check(name, value)
-
-
-def _of(module: str) -> object:
-    return sys.modules.get(module)
 
 
 def _checks(own: Mapping[str, inspect.Parameter], module: str) -> dict[str, Check]:

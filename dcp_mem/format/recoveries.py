@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from dcp_mem.format.records import DAMAGE, facts_of, made, moment_of, moment_text
 
+MOST_RECOVERIES = 1_000
+"""Records that a job keeps, in each of its places."""
 _LONGEST_REASON = 500
 _MOST_REASONS = 20
 

@@ -25,7 +25,12 @@ from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import RECOVERIES, Outcome
 from dcp_mem.errors import DcpMemError, RankFailed, StorageRefused
 from dcp_mem.format import names
-from dcp_mem.format.recoveries import RecoveryRecord, merge_recoveries, to_lines
+from dcp_mem.format.recoveries import (
+    MOST_RECOVERIES,
+    RecoveryRecord,
+    merge_recoveries,
+    to_lines,
+)
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.repair import CannotRepair, Repair, begin_repair
@@ -41,7 +46,7 @@ from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.repair_plan import all_parity, missing_copies
 from dcp_mem.replicating.replicator import Replication
 from dcp_mem.storage import OfOneFile, Storage
-from dcp_mem.storage.recoveries import MOST_RECOVERIES, recoveries_on
+from dcp_mem.storage.recoveries import recoveries_on
 
 _STORAGE = "storage"
 _KINDS = (MemorySource.label, PEERS, _STORAGE)

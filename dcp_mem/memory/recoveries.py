@@ -6,17 +6,21 @@ import os
 
 from dcp_mem.common import files
 from dcp_mem.common.values import RECOVERIES
-from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries, to_lines
+from dcp_mem.format.recoveries import (
+    MOST_RECOVERIES,
+    RecoveryRecord,
+    from_lines,
+    merge_recoveries,
+    to_lines,
+)
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import in_turn
-
-_MOST_RECORDS = 1_000
 
 
 def recoveries_in(memory: JobMemory) -> list[RecoveryRecord]:
     """Return the records, in the order of time."""
     try:
-        return merge_recoveries(from_lines(files.read_bytes(_path(memory))), most=_MOST_RECORDS)
+        return merge_recoveries(from_lines(files.read_bytes(_path(memory))), most=MOST_RECOVERIES)
     except FileNotFoundError:
         return []
 
@@ -28,7 +32,7 @@ def add_recovery(memory: JobMemory, recovery: RecoveryRecord) -> None:
             before = files.read_bytes(_path(memory)).splitlines()
         except FileNotFoundError:
             before = []
-        kept = b"".join(line + b"\n" for line in before[1 - _MOST_RECORDS :])
+        kept = b"".join(line + b"\n" for line in before[1 - MOST_RECOVERIES :])
         files.write_atomically(_path(memory), kept + to_lines([recovery]))
 
 

@@ -13,14 +13,14 @@ from dcp_mem.config import Settings
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.history import HistoryRow, from_csv, row_of
-from dcp_mem.format.recoveries import RecoveryRecord, merge_recoveries
+from dcp_mem.format.recoveries import MOST_RECOVERIES, RecoveryRecord, merge_recoveries
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.recoveries import recoveries_in
 from dcp_mem.operations.goodput import goodput, lost_seconds
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
 from dcp_mem.storage import OfOneFile
-from dcp_mem.storage.recoveries import MOST_RECOVERIES, recoveries_on
+from dcp_mem.storage.recoveries import recoveries_on
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
 from dcp_mem.storage.routes import storage_of
 

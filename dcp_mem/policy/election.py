@@ -118,7 +118,7 @@ def elect(
         place = joined_place([one.place for one in known], key)
         is_stored = of_storage is not None and not of_storage.problem
         choice = _choice(key, place, found, len(in_memory), storage=is_stored)
-        rejected = "" if is_named else "".join([one.rejected for one in known if one.rejected][:1])
+        rejected = "" if is_named else next((one.rejected for one in known if one.rejected), "")
         stale = _stale(key, found.values(), stored, removed) if of_storage is None else ""
         save = f" (save {key[1]})" if key[1] else ""
         if stale:
@@ -134,22 +134,28 @@ def elect(
     # All are ordered together: a run's greatest generation may be known of one of them alone.
     ordered = {places[number].key: newer for newer, number in enumerate(in_order(places))}
     choices.sort(key=lambda choice: ordered[choice.place.key])
-    saves = [(one.save_id or f"/{one.name}", one.place.number) for one in choices]
+    saves = list(map(_save_of, choices))
     if len(set(saves)) < len(saves):
         # Of one save and its copies, which all have its number, the save itself goes first.
         copies = {(one.name, one.save_id) for one in stored if one.is_renamed}
         first = {save: number for number, save in reversed(list(enumerate(saves)))}
-        keys = [
-            (first[save], not choice.memory, (choice.name, choice.save_id) in copies)
-            for save, choice in zip(saves, choices, strict=True)
-        ]
-        choices = [choices[number] for number in sorted(range(len(keys)), key=keys.__getitem__)]
+        choices.sort(
+            key=lambda choice: (
+                first[_save_of(choice)],
+                not choice.memory,
+                (choice.name, choice.save_id) in copies,
+            )
+        )
     reasons.sort(key=lambda reason: ordered[reason[0].key])
     return RecoveryPlan(
         tuple(choices),
-        tuple([text for _, text in reasons]),
-        max([place.number for place in places], default=UNNUMBERED),
+        tuple(text for _, text in reasons),
+        max((place.number for place in places), default=UNNUMBERED),
     )
+
+
+def _save_of(choice: ElectedCheckpoint) -> tuple[str, SaveNumber]:
+    return choice.save_id or f"/{choice.name}", choice.place.number
 
 
 def _stale(

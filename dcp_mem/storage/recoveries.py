@@ -5,10 +5,13 @@ from __future__ import annotations
 from dcp_mem.common.values import RECOVERIES
 from dcp_mem.errors import StorageKeyMissing
 from dcp_mem.format import names
-from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries
+from dcp_mem.format.recoveries import (
+    MOST_RECOVERIES,
+    RecoveryRecord,
+    from_lines,
+    merge_recoveries,
+)
 from dcp_mem.storage import Storage
-
-MOST_RECOVERIES = 1_000
 
 
 def recoveries_on(storage: Storage) -> list[RecoveryRecord]:

@@ -127,7 +127,7 @@ def test_of_too_many_the_last_ones_stay_each_once() -> None:
 def test_in_memory_the_last_ones_stay_whatever_the_others_are(
     memory_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_mem.memory.recoveries._MOST_RECORDS", 4)
+    monkeypatch.setattr("dcp_mem.memory.recoveries.MOST_RECOVERIES", 4)
     job = Job(None, str(memory_root))
     job.directory.mkdir(mode=0o700)
     path = job.directory / RECOVERIES
