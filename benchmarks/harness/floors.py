@@ -74,7 +74,7 @@ class Shares:
 
 @contextmanager
 def by_loop(threads: int) -> Iterator[Copy]:
-    """Return what copies by numpy's loop, a share per thread; see `dcp_mem.memory.large_copies`.
+    """Return what copies by numpy's loop, a share per thread; see ADR 42.
 
     It isn't among the ways of `ways_to_copy`, as no other library copies like that. Where it is
     quicker, what dcp_mem does may take less than those. For tensors below 1 MiB it isn't.

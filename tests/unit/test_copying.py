@@ -32,6 +32,22 @@ def test_shares_are_all_the_bytes_once_and_nearly_equal(lengths: list[int], coun
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.parametrize("way", ["_memmove", "_by_loop"])
+@pytest.mark.parametrize("nbytes", [1 << 20, (3 << 20) + 7])
+@pytest.mark.parametrize("shift", [(0, 0), (1, 0), (0, 3), (13, 13)])
+def test_each_way_to_copy_large_pieces_copies_every_byte_and_nothing_beside_them(
+    way: str, nbytes: int, shift: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "_copy_large", getattr(copying, way))
+    source = torch.randint(0, 255, (nbytes + 32,), dtype=torch.uint8)
+    target = torch.randint(0, 255, (nbytes + 32,), dtype=torch.uint8)
+    expected = target.clone()
+    into, at = shift
+    expected[into : into + nbytes] = source[at : at + nbytes]
+    copying.copy_here([(target.data_ptr() + into, source.data_ptr() + at, nbytes)])
+    assert torch.equal(target, expected)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_copies_and_reads_move_every_byte(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

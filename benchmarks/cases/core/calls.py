@@ -56,7 +56,6 @@ from benchmarks.harness.tables import (
     named,
 )
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
-from dcp_mem.memory.large_copies import LEAST_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -341,7 +340,7 @@ def _floors(
 ) -> dict[str, Callable[[], float]]:
     mapping = stack.enter_context(warm_mapping(path, tensors))
     ways = dict(stack.enter_context(ways_to_copy(rank.threads, tensors)))
-    if tensors[0].nbytes >= LEAST_NBYTES:
+    if tensors[0].nbytes >= 1 << 20:
         ways[LOOP] = stack.enter_context(by_loop(rank.threads))
     return {way: partial(seconds, partial(mapping.fill, copy)) for way, copy in ways.items()}
 
