@@ -25,7 +25,6 @@ from dcp_mem.comm.bridge.calls import (
     planning_call,
     staging_call,
     submitted_save,
-    variable_of_call,
 )
 from dcp_mem.common import faults
 from dcp_mem.common.arguments import takes
@@ -38,11 +37,9 @@ from dcp_mem.options import DEFAULTS, SaveOptions, WriterOptions, of_kind, setti
 from dcp_mem.planning.tensor_choice import tensor_rule
 from dcp_mem.runtime import states
 from dcp_mem.runtime.session import close_session, open_session
-from dcp_mem.saving.ahead import staged_in, stands_for_staged
 from dcp_mem.saving.dcp_plan import DcpPlanTracker, dcp_planned, fill_in, republish, results_of
 from dcp_mem.saving.dcp_takeover import DcpTakeover, planner_of
 from dcp_mem.saving.prepare import Preparation, prepare
-from dcp_mem.saving.private_copies import refuse_fields
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.saver import Saver
 from dcp_mem.storage.destination import refuse_unusable
@@ -140,8 +137,11 @@ class MemoryStorageWriter(StorageWriter):
         Raises:
             ConfigError: DCP saves with another number of ranks than the writer's process group has.
         """
+        begun = self._saver.calls.begun()
+        if begun.own is not None:
+            return plans
         with collector_paused():
-            size = self._saver.calls.begun().context.ranks.size
+            size = begun.context.ranks.size
             if len(plans) != size:
                 raise ConfigError(
                     f"DCP plans for {len(plans)} ranks, the writer for {size}: "
@@ -219,23 +219,15 @@ class MemoryStorageWriter(StorageWriter):
         Returns:
             A state dict that stands for the copy; for `dcp.save` with this writer alone.
         """
-        call = staging_call(self)
-        if call is None or not call.uses_collectives or self._saver.is_driven_otherwise:
-            self._saver.stages_alone = True
-            if call is not None and call.is_in_process:
-                refuse_fields(state_dict)
-            return self._saver.copied_elsewhere(state_dict)
-        return self._saver.stage(call, state_dict)
+        return self._saver.stage(staging_call(self), state_dict)
 
     def synchronize_staging(self) -> None:
         """Return at once: what `stage` has returned doesn't change any more.
 
         DCP calls it once the save has begun, which may fail before it calls the writer.
         """
-        saving, state = submitted_save(), variable_of_call(stands_for_staged)
-        staged = None if state is None else staged_in(state)
-        if saving is not None and staged is not None:
-            staged.end_with(saving)
+        if (saving := submitted_save()) is not None:
+            self._saver.submitted(staging_call(self), saving)
 
     # -- around the saves --------------------------------------------------------------------------
 

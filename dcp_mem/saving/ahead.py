@@ -6,27 +6,24 @@ checkpoint. What belongs to the save travels in the state dict that DCP hands on
 
 A state dict of another structure than the last ones isn't part of a plan of all ranks yet, and the
 ranks plan only in the save. Such a state is copied into private memory, as torch's stager does, and
-from there into its slot. That is also what is done where no slot is free.
-
-So is what another process saves: torch sends the copy there.
+from there into its slot. That is also what is done where no slot is free. What another process
+saves is a plain state dict, a copy in memory that processes share.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any
 
-from dcp_mem.comm.agreement import Attempted, attempt, known_to_all
+from dcp_mem.comm.agreement import Attempted, known_to_all
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.errors import ConfigError, DcpMemError, plain_error
+from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.policy.slots import growth
 from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.runtime.session import Session
@@ -34,7 +31,6 @@ from dcp_mem.runtime.turns import Turn
 from dcp_mem.saving.overlap import LaterCopies, Overlap
 from dcp_mem.saving.own_plans import OwnPlans, own_plans_of
 from dcp_mem.saving.plan import claims_of
-from dcp_mem.saving.private_copies import fields_in, set_fields_in
 from dcp_mem.saving.stage import fill
 from dcp_mem.saving.values import Filled, Planned, SaveContext
 
@@ -43,10 +39,7 @@ _REFUSED = "refused by dcp_mem"
 
 
 class StagedState:
-    """A state dict as it was when `stage` was called; it travels to the save as a value.
-
-    It may be pickled, for a save in another process, unless it is in a slot.
-    """
+    """A state dict as it was when `stage` was called; it travels to the save as a value."""
 
     def __init__(
         self,
@@ -57,21 +50,10 @@ class StagedState:
         """Take what the save will need.
 
         `content`: the copy; or why there is none, which the save raises on all ranks. `turn`: the
-        save's turn among those of this process, or among those that it sends to another one.
+        save's turn among those of this process.
         """
         self.info, self.turn = info, turn
         self._content = content
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Behind training. What goes wrong is raised by the save, on all ranks.
-        packed = attempt(lambda: _packed(self._content.value))
-        if packed.error is not None:
-            packed = Attempted(error=plain_error(packed.error))
-        return {"info": self.info, "turn": None, "_packed": packed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        packed = state.pop("_packed")
-        self.__dict__.update(state, _content=attempt(lambda: _unpacked(packed.value)))
 
     def take(self) -> Attempted[AheadCopy | dict[str, Any]]:
         """Return the copy, and keep no hold on it.
@@ -92,8 +74,7 @@ class StagedState:
     def end_with(self, saving: Future[Any]) -> None:
         """Give up the copy and the turn when the save is over, should it not have taken them.
 
-        `dcp.save` may fail before it calls the writer, and its error keep this state. A save in
-        another process takes neither.
+        `dcp.save` may fail before it calls the writer, and its error keep this state.
         """
         if self.turn is not None:
             self.turn.hand_over()
@@ -123,23 +104,16 @@ def refused_state(error: Exception) -> dict[str, Any]:
     return {_REFUSED: error}
 
 
-def raise_if_refused(state_dict: Mapping[str, Any]) -> None:
-    """Raise the error that a state dict stands for; return for a plain one."""
-    error = state_dict.get(_REFUSED) if len(state_dict) == 1 else None
-    if isinstance(error, Exception):
-        raise error
+def not_refused(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict; raise the error that it stands for, if it does."""
+    if stands_for_error(state_dict):
+        raise state_dict[_REFUSED]
+    return state_dict
 
 
-def _packed(content: AheadCopy | dict[str, Any]) -> bytes:
-    """Return what another process makes the same copy of; tensors stay in shared memory."""
-    assert isinstance(content, dict)
-    return bytes(ForkingPickler.dumps((content, fields_in(content))))
-
-
-def _unpacked(packed: bytes) -> dict[str, Any]:
-    content, fields = pickle.loads(packed)  # from the process that has started this one
-    set_fields_in(content, fields)
-    return cast("dict[str, Any]", content)
+def stands_for_error(value: object) -> bool:
+    """Return whether a value is a state dict that stands for one that couldn't be made."""
+    return type(value) is dict and len(value) == 1 and isinstance(value.get(_REFUSED), Exception)
 
 
 def copy_ahead(context: SaveContext, planned: Planned, overlap: Overlap | None) -> AheadCopy | None:

@@ -29,7 +29,7 @@ from dcp_mem.errors import picklable
 from dcp_mem.planning.contradictions import PlanInvalid
 from dcp_mem.planning.wrapper_tensors import class_name
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.ahead import AheadCopy, StagedState, staged_in
+from dcp_mem.saving.ahead import AheadCopy, StagedState, not_refused, staged_in
 from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import Settled, settle
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
@@ -51,8 +51,8 @@ class DcpTakeover:
         self.staged = staged_in(call.state_dict)
         self._ahead: AheadCopy | None = None
         self._put_in_place: Mapping[str, Any] | None = None  # of what stands for a staged state
-        self._state: Attempted[Mapping[str, Any]] = Attempted((call.state_dict,))
-        self._refusal: Exception | None = None  # why nothing could be staged
+        self._state: Attempted[Mapping[str, Any]] = attempt(lambda: not_refused(call.state_dict))
+        self._refusal = self._state.error  # why nothing could be staged
         if self.staged is not None:
             self._take_staged(call, self.staged)
         planner = planner_of(call.planner)  # There is a stand-in if DCP has asked before.

@@ -7,7 +7,8 @@ find no slot.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ def copied(state: Mapping[str, Any], *, is_shared: bool = False) -> dict[str, An
     Raises DcpMemError.
     """
     _refuse_what_copies_lose(state)
+    if is_shared and FIELDS:
+        _refuse_fields(state)
     copier = _Copier(is_shared)
     return {key: copier.copied(value) for key, value in state.items()}
 
@@ -69,7 +72,10 @@ class _Copier:
             return set_fields(rebuilt(value, self.copied), fields_of(value))
         if isinstance(value, torch.Tensor):
             return _of_its_kind(self._copied_tensor(value), value)
-        return copy.deepcopy(value)
+        made = copy.deepcopy(value)
+        if self._is_shared:  # sending it would fail on this rank alone, and the others would wait
+            ForkingPickler.dumps(made)
+        return made
 
     def _copied_tensor(self, value: torch.Tensor) -> torch.Tensor:
         is_plain = type(value) in PLAIN and value.layout is torch.strided and value.numel() > 0
@@ -86,30 +92,15 @@ class _Copier:
         return tensor
 
 
-def fields_in(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return, of each leaf, what makes a shard of it; nothing if no leaf is such a shard.
-
-    Processes send each other tensors without attributes, so these go beside them.
-    """
-    fields = list(map(fields_of, leaves_of(state).values)) if FIELDS else []
-    return fields if any(fields) else ()
-
-
-def refuse_fields(state: Mapping[str, Any]) -> None:
-    """Raise for shards that torch would send to another process, where they would be none."""
-    for name, fields in zip(leaves_of(state).names, fields_in(state), strict=False):
-        if fields:
+def _refuse_fields(state: Mapping[str, Any]) -> None:
+    """Raise for shards that would arrive in another process without what makes them shards."""
+    leaves = leaves_of(state)
+    for name, leaf in zip(leaves.names, leaves.values, strict=True):
+        if fields_of(leaf):
             raise DcpMemError(
                 f"{name} is a CheckpointableTensor, which torch sends to another process without "
-                f"what makes it one: save in a thread, or with collectives"
+                f"what makes it one: save in a thread"
             )
-
-
-def set_fields_in(state: Mapping[str, Any], fields: Sequence[Mapping[str, Any]]) -> None:
-    """Give the leaves of a state dict these fields again, as `fields_in` has found them."""
-    if fields:
-        for leaf, own in zip(leaves_of(state).values, fields, strict=True):
-            set_fields(leaf, own)
 
 
 def _with_shards(

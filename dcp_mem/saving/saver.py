@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +30,7 @@ from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.config import Purpose, Settings, checkpoint_name, exchange_timeout, run_identity
-from dcp_mem.errors import ConfigError, DcpMemError
+from dcp_mem.errors import ConfigError, DcpMemError, plain_error
 from dcp_mem.flushing.agent_handle import AgentHandle
 from dcp_mem.flushing.registration import registration_of
 from dcp_mem.format import names
@@ -38,13 +40,14 @@ from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.runtime.last_saves import add_resumed, resumed
 from dcp_mem.runtime.numbers import note_seen, seen
 from dcp_mem.runtime.session import Session, enter_session, open_session, session_for
-from dcp_mem.runtime.turns import Turn, Turns
 from dcp_mem.saving.ahead import (
     AheadCopy,
     StagedState,
     copy_ahead,
-    raise_if_refused,
+    not_refused,
+    refused_state,
     staged_in,
+    stands_for_error,
     stands_for_staged,
 )
 from dcp_mem.saving.calls import DcpSave, ThreadCalls, called, opened_together
@@ -63,9 +66,9 @@ from dcp_mem.saving.streams import NothingNew, Streams
 from dcp_mem.saving.values import Completed, NoCommonPlan, Planned, SaveContext
 from dcp_mem.storage.destination import lives_in_one_process, trial_of
 
-_sends = Turns()
-"""Of the saves that DCP sends to its other process. All of them share one pipe, and who waits there
-for an answer may read another save's: so there is one at a time."""
+_sent: Future[Any] | None = None
+"""The last save that DCP has sent to its other process. All of them share one pipe, and who waits
+there for an answer may read another save's: so there is one at a time."""
 
 
 class Saver:
@@ -94,7 +97,7 @@ class Saver:
         self._token = new_token()
         self._run = ""
         self._next_info = SaveInfo()
-        self._copies_to_send = 0  # of this saver, to the process that saves what was staged
+        self._infos_to_send = deque[SaveInfo]()  # of copies that go to another process, in order
         self._agent = AgentHandle(settings.memory_root)
         self._trial = trial_of(settings.url) if not settings.persist.is_never else None
         self._home = os.getpid()
@@ -125,7 +128,7 @@ class Saver:
         info = self.take_info() if staged is None else staged.info
         if takeover is None:
             self._refuse_staged()
-        opened = self._opened_in_turn(staged)
+        opened = attempt(lambda: self._entered(staged))
         call = called(opened, lambda: dcp_call(self.process_group, self.purpose))
         ranks, scope = call.ranks, names.COLLECTIVE
         if not uses_collectives:
@@ -162,6 +165,7 @@ class Saver:
         Torch's planner would save what stands for it. And the state has a turn, which no other save
         may wait behind.
         """
+        not_refused(variable_of_call(stands_for_error) or {})
         found = variable_of_call(stands_for_staged)
         if found is None:
             return
@@ -175,14 +179,6 @@ class Saver:
             f"dcp.async_save of this process copies as torch does; with the process executor, "
             f"pass async_stager=torch.distributed.checkpoint.staging.DefaultStager()"
         )
-
-    def _opened_in_turn(self, staged: StagedState | None) -> Attempted[Session]:
-        """Wait for the turn of the save that DCP drives; return its session, or why it has none."""
-        calls = self.calls
-        entered = attempt(lambda: self._entered(staged))
-        if entered.error is None:
-            calls.turn = entered.value[1]  # kept: it ends with the call, failed or not
-        return attempt(lambda: self._named(entered.value[0]))
 
     def go_on(self, context: SaveContext) -> None:
         """Have the save's turn once more, should it have ended while DCP planned.
@@ -323,14 +319,18 @@ class Saver:
 
     # -- staged first ------------------------------------------------------------------------------
 
-    def stage(self, call: StagingCall, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, call: StagingCall | None, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state dict for the save that DCP makes of it in the background.
 
-        Returns a state dict that stands for the copy, or for what went wrong.
+        Returns a state dict that stands for the copy, or for what went wrong; a plain copy where
+        torch plans the save, or another process makes it.
         """
+        if call is not None and call.is_in_process:
+            return self._copied_to_send(state_dict)
+        if call is None or not call.uses_collectives or self.is_driven_otherwise:
+            self.stages_alone = True
+            return self._copied_aside(state_dict)
         info = self.take_info()
-        if call.is_in_process:
-            return self._staged_to_send(info, state_dict).as_state_dict()
         entered = attempt(lambda: enter_session(self.settings, self._identity()))
         turn = entered.value[1] if entered.error is None else None
         try:
@@ -343,22 +343,25 @@ class Saver:
             raise
         return StagedState(info, content, turn).as_state_dict()
 
-    def _staged_to_send(self, info: SaveInfo, state: dict[str, Any]) -> StagedState:
+    def _copied_to_send(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy a state dict for a save in another process, once the save before has its answer."""
-        turn = _sends.take()
-        try:
-            turn.wait()
-            if self.frozen is not None and not self.saves_elsewhere:
-                log.warning("frozen= has no effect: another process makes the save")
-            self.saves_elsewhere = True
-            content: Attempted[AheadCopy | dict[str, Any]] = attempt(
-                lambda: self.copied_elsewhere(state, is_shared=True)
-            )
-        except BaseException:
-            turn.end()
-            raise
-        self._copies_to_send += 1
-        return StagedState(info, content, turn)
+        if _sent is not None:
+            wait([_sent])
+        if self.frozen is not None and not self.saves_elsewhere:
+            log.warning("frozen= has no effect: another process makes the save")
+        self.saves_elsewhere = True
+        self._infos_to_send.append(self.take_info())
+        made = attempt(lambda: self._copied_aside(state, is_shared=True))
+        return made.value if made.error is None else refused_state(plain_error(made.error))
+
+    def submitted(self, call: StagingCall | None, saving: Future[Any]) -> None:
+        """Take note of the save that DCP has begun of what `stage` has returned."""
+        global _sent
+        staged = staged_in(variable_of_call(stands_for_staged) or {})
+        if call is not None and call.is_in_process:
+            _sent = saving
+        elif staged is not None:
+            staged.end_with(saving)
 
     @contextmanager
     def overlapping(self, overlap: Overlap | None) -> Iterator[None]:
@@ -376,7 +379,7 @@ class Saver:
         self, call: StagingCall, session: Session, info: SaveInfo, state: dict[str, Any]
     ) -> AheadCopy | dict[str, Any]:
         """Copy a state dict into a slot, or elsewhere where there is no plan of it, or no slot."""
-        raise_if_refused(state)
+        not_refused(state)
         group = call.process_group if call.process_group is not None else self.process_group
         ranks = SingleRank() if call.is_alone else known_ranks(group, self.purpose)
         if ranks is not None and not why_not_own_plan(call.planner):
@@ -387,11 +390,11 @@ class Saver:
                 ahead = planned and copy_ahead(context, planned, self.calls.overlap)
             if ahead:
                 return ahead
-        return self.copied_elsewhere(state)
+        return self._copied_aside(state)
 
-    def copied_elsewhere(self, state: dict[str, Any], *, is_shared: bool = False) -> dict[str, Any]:
+    def _copied_aside(self, state: dict[str, Any], *, is_shared: bool = False) -> dict[str, Any]:
         """Return a private copy of a state dict, or one in shared memory."""
-        raise_if_refused(state)
+        not_refused(state)
         if self.calls.overlap is not None:
             log.info("overlap= has no effect on a save that isn't copied straight into a slot")
         return copied(state, is_shared=is_shared)
@@ -460,27 +463,32 @@ class Saver:
         session.heap.settle()
         return session
 
-    def _entered(self, staged: StagedState | None) -> tuple[Session, Turn]:
-        """Return the session for a save that DCP drives, and the save's turn in it, which has come.
+    def _entered(self, staged: StagedState | None) -> Session:
+        """Return the session for a save that DCP drives, once the save's turn in it has come.
 
         It is waited for before all else: what follows talks to the other ranks, even where it
         fails.
         """
-        session, turn = None, staged.turn if staged is not None else None
+        calls, session = self.calls, None
+        turn = staged.turn if staged is not None else None
         if turn is None:
-            self.calls.checked_name()
+            calls.checked_name()
             self._refuse_to_flush_elsewhere()
             session, turn = enter_session(self.settings, self._identity())
         try:
             over = over_when_left()
-            self.calls.is_unseen = over is None
+            calls.is_unseen = over is None
             turn.follow(over)
             turn.wait()
             # Not opened before its turn: another thread's close of the session waits for that.
-            return session or self.open_session(), turn
+            session = session or self.open_session()
         except BaseException:
             turn.end()  # the save fails; its error may keep the ticket for long
             raise
+        calls.turn = turn  # kept: it ends with the call, failed or not
+        calls.checked_name()
+        self._name_unwritable()
+        return session
 
     def _refuse_to_flush_elsewhere(self) -> None:
         """Raise ConfigError where a flush in this process wouldn't reach the writer's storage."""
@@ -497,12 +505,6 @@ class Saver:
         if trial is not None and (why_not := trial.refusal()):
             text = "path=%r takes no checkpoints, so they stay in this node's memory: %s"
             log.error(text, self.settings.url, why_not)
-
-    def _named(self, session: Session) -> Session:
-        """Return the session of a save that has a name. Raises ConfigError where it has none."""
-        self.calls.checked_name()
-        self._name_unwritable()
-        return session
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -545,13 +547,10 @@ class Saver:
         # For async_save's process executor: the copy opens a session of its own, and finds its
         # group by itself. But it belongs to this run, which its own environment and store would
         # give another name.
-        # What was said of the next save goes along, unless `stage` has sent ahead what was said of
-        # this one. DCP pickles the writer in the background: by now it may be of a later save.
-        info = SaveInfo()
-        if self._copies_to_send:
-            self._copies_to_send -= 1
-        else:
-            info = self.take_info()
+        # What was said of the next save goes along, unless a copy has been made to be sent: then
+        # what was said of that. DCP pickles the writer in the background, so by now something may
+        # have been said of a later save.
+        info = self._infos_to_send.popleft() if self._infos_to_send else self.take_info()
         return {
             **self.__dict__,
             "calls": None,
@@ -559,7 +558,7 @@ class Saver:
             "_trial": None,
             "frozen": None,  # what is staged has been copied in the caller's process
             "_next_info": info,
-            "_copies_to_send": 0,
+            "_infos_to_send": deque(),
             "_run": self._identity().run,
             "_seen": seen(self.settings),
             "_resumed": resumed(self.settings),

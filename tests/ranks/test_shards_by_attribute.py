@@ -104,11 +104,9 @@ def _save(writer: MemoryStorageWriter, road: str, state: dict[str, Any], name: s
     if road in ("save", "dcp.save"):
         (dcp_mem.save if road == "save" else dcp.save)(state, **options)
         return
-    if road == "process":
-        options |= _IN_PROCESS
     if road == "overlap":
         options["overlap"] = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])]
-    future: Any = (dcp.async_save if road in ("dcp.async_save", "process") else dcp_mem.async_save)(
+    future: Any = (dcp.async_save if road == "dcp.async_save" else dcp_mem.async_save)(
         state, **options
     )
     for tensor in (*state["model"].values(), state["w"]):
@@ -144,14 +142,6 @@ def test_a_tensor_that_says_it_is_a_shard_is_one(
     memory_root: Any, tmp_path: Any, road: str
 ) -> None:
     forked_ranks(_shards_come_back, 2, Job(str(tmp_path / "root"), str(memory_root)), road)
-
-
-@needs_checkpointable
-def test_a_tensor_that_says_it_is_a_shard_is_one_in_a_process_that_saves(
-    memory_root: Any, tmp_path: Any
-) -> None:
-    job = Job(str(tmp_path / "root"), str(memory_root))
-    forked_ranks(_shards_come_back, 2, job, "process", timeout=100)
 
 
 def _restores_of_shards(job: Job) -> None:
@@ -206,6 +196,24 @@ def test_what_one_rank_says_wrongly_of_a_shard_is_refused_on_all(memory_job: Job
         assert "x: rank 1 has a tensor of [4, 3]" in errors[0]
         assert "x: rank 1 has a tensor of [4, 3]" in errors[1]
         assert all("None" not in error for error in errors)
+
+
+def _sends_shards(job: Job) -> str:
+    state = _state(dist.get_rank(), 1)
+    with job.writer() as writer:
+        return _error(
+            dcp.async_save,
+            state,
+            {"checkpoint_id": "step-1", "storage_writer": writer, **_IN_PROCESS},
+        )
+
+
+@needs_checkpointable
+def test_shards_that_would_be_none_in_another_process_are_refused_on_all_ranks(
+    memory_job: Job,
+) -> None:
+    for error in forked_ranks(_sends_shards, 2, memory_job, timeout=100):
+        assert "is a CheckpointableTensor, which torch sends to another process" in error
 
 
 # -- methods of one tensor -------------------------------------------------------------------------

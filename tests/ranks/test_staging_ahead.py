@@ -40,8 +40,8 @@ from dcp_mem.common import faults
 from dcp_mem.errors import RankFailed
 from dcp_mem.memory import copying
 from dcp_mem.runtime.session import close_session, open_session
-from dcp_mem.saving import ahead, private_copies
 from dcp_mem.saving import overlap as overlap_module
+from dcp_mem.saving import private_copies
 from dcp_mem.saving import saver as saver_module
 from dcp_mem.saving import stage as stage_module
 from dcp_mem.saving.overlap import Overlap, wait_for_copies
@@ -646,11 +646,9 @@ def test_a_writer_that_is_sent_in_the_background_leaves_what_was_said_of_a_later
         is_in_process=True,
     )
     with patch.object(writer_module, "staging_call", lambda _: call):
-        staged = ahead.staged_in(writer.stage({"w": torch.ones(1)}))
-    assert staged is not None
-    assert staged.info.step == 2
+        assert torch.equal(writer.stage({"w": torch.ones(1)})["w"], torch.ones(1))
     writer.annotate_next_save(step=3)
-    assert pickle.loads(pickle.dumps(writer))._saver.take_info().step is None
+    assert pickle.loads(pickle.dumps(writer))._saver.take_info().step == 2
     assert writer._saver.take_info().step == 3
 
 
