@@ -21,7 +21,7 @@ from dcp_mem.planning.joint_plan import Holders, JointPlan
 from dcp_mem.planning.plan_catalog import WrittenItems
 from dcp_mem.planning.plan_columns import ItemKind
 from dcp_mem.runtime.topology import Home
-from dcp_mem.saving.ballot import Ballot, RankReport
+from dcp_mem.saving.values import Ballot, RankReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -76,11 +76,11 @@ def attempt_or_log(what: str, act: Callable[[], T]) -> T | None:
 
     The other ranks may have returned: this one must neither raise nor leave them.
     """
-    done = attempt(act)
-    if done.error is None:
-        return done.value
-    log.warning("%s: %s", what, described(done.error), exc_info=done.error)
-    return None
+    try:
+        return act()
+    except Exception as error:
+        log.warning("%s: %s", what, described(error), exc_info=error)
+        return None
 
 
 def attempt_or_leave(ranks: Ranks, act: Callable[[], T]) -> Attempted[T]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from functools import cache
 
 SEGMENT = re.compile(r"__(\d+)_(\d+)-([0-9a-f]{8})\.distcp")
 PARITY = re.compile(r"__parity_(\d+)_([0-9a-f]{8})-([0-9a-f]{8})\.xor")
@@ -76,11 +77,13 @@ def rank_scope(rank: int) -> str:
     return f"r{rank}"
 
 
+@cache
 def metadata_file(scope: str) -> str:
     """Return `.metadata`, or torch's name for it where a rank saved without collectives."""
     return ".metadata" if scope == COLLECTIVE else f"__{scope[1:]}.metadata"
 
 
+@cache
 def manifest_file(scope: str) -> str:
     """Return the name of the manifest in memory."""
     return f"{OWN}/manifest{scope and '-' + scope}.json"
@@ -101,11 +104,13 @@ def flushing_file(save_id: str) -> str:
     return f"{OWN}/flushing-{save_id}"
 
 
+@cache
 def flush_file(scope: str) -> str:
     """Return the name of the flush record."""
     return f"{OWN}/flush{scope and '-' + scope}.json"
 
 
+@cache
 def replication_file(scope: str) -> str:
     """Return the name of the replication record."""
     return f"{OWN}/replication{scope and '-' + scope}.json"

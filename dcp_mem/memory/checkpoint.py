@@ -159,19 +159,19 @@ def local_checkpoint(
 
     `listed`: names of the files beside the manifest. Others aren't looked for.
     """
-
-    def record(kind: type[Record], file: str) -> Record:
-        if os.path.basename(file) not in listed:
-            return kind(save_id=manifest.save_id)
-        return _record(kind, os.path.join(directory, file), manifest)
-
-    is_rejected = os.path.basename(names.rejection_file(manifest.save_id)) in listed
+    save_id, own = manifest.save_id, [f"{names.OWN}/{file}" for file in listed]
+    flush, replication = names.flush_file(manifest.scope), names.replication_file(manifest.scope)
+    is_rejected = names.rejection_file(save_id) in own
     return LocalCheckpoint(
         manifest=manifest,
         directory=directory,
-        flush=record(FlushRecord, names.flush_file(manifest.scope)),
-        replication=record(ReplicationRecord, names.replication_file(manifest.scope)),
-        rejected=rejection_in(directory, manifest.save_id) if is_rejected else "",
+        flush=_record(FlushRecord, f"{directory}/{flush}", manifest)
+        if flush in own
+        else FlushRecord(save_id=save_id),
+        replication=_record(ReplicationRecord, f"{directory}/{replication}", manifest)
+        if replication in own
+        else ReplicationRecord(save_id=save_id),
+        rejected=rejection_in(directory, save_id) if is_rejected else "",
     )
 
 

@@ -206,7 +206,7 @@ class JobMemory:
 
     def generations(self) -> Mapping[str, int]:
         """Return the generations that runs with checkpoints here have got on storage, by run."""
-        path = os.path.join(self.directory, _GENERATIONS)
+        path = f"{self.directory}/{_GENERATIONS}"  # asked for several times in each save
         try:
             version = _version(os.stat(path))
             if self._generations[0] != version:

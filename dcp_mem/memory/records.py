@@ -44,9 +44,10 @@ class LocalHistory:
             with in_turn(self._directory):  # the agent and the trainers all write to it
                 before = self._bytes()
                 try:
-                    after = history.with_row(before, row, _MOST_ROWS)
-                except ManifestInvalid:  # the file is missing or damaged
-                    after = history.to_csv([row])
+                    after = history.with_row(before, row, _MOST_ROWS) if before else b""
+                except ManifestInvalid:  # the file is damaged
+                    after = b""
+                after = after or history.to_csv([row])
                 if after != before:
                     files.write_atomically(self._path, after)
         except (OSError, MemoryBudgetExceeded) as error:

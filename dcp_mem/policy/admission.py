@@ -138,6 +138,8 @@ def allowance(kept: Sequence[CheckpointFacts], keep: int) -> int:
 
     That is `keep`, or 2 where `keep` is 1 and only an older checkpoint than the newest has copies.
     """
+    if keep > 1:
+        return keep
     kept = _newest_first(kept)
     return max(keep, len(_newest(kept) | _newest([one for one in kept if one.replicated])))
 

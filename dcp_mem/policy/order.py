@@ -14,8 +14,9 @@ Decided from the numbers that saves got from their ranks. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
@@ -96,14 +97,18 @@ def in_order(places: Sequence[Place]) -> list[int]:
     if len(places) < 2:
         return list(range(len(places)))
     generations = raised(places)
+    numbers = [
+        SaveNumber(max(one.number.generation, generations.get(one.run, 0)), one.number.count)
+        for one in places
+    ]
     anchors = sorted(
         [
-            (each.stored_at, _number(each, generations))
-            for each in places
+            (each.stored_at, number)
+            for each, number in zip(places, numbers, strict=True)
             if each.stored_at and each.number.generation and not each.is_foreign
         ]
     )
-    ranks = [_rank(each, generations, anchors) for each in places]
+    ranks = list(map(partial(_rank, anchors), places, numbers))
     return sorted(range(len(places)), key=ranks.__getitem__, reverse=True)
 
 
@@ -121,21 +126,18 @@ def raised(places: Iterable[Place]) -> dict[str, int]:
     return generations
 
 
-def _number(one: Place, generations: Mapping[str, int]) -> SaveNumber:
-    generation = max(one.number.generation, generations.get(one.run, 0) if one.run else 0)
-    return SaveNumber(generation, one.number.count)
+def _rank(anchors: Sequence[tuple[float, SaveNumber]], one: Place, number: SaveNumber) -> _Rank:
+    """Return what a place is sorted by.
 
-
-def _rank(
-    one: Place, generations: Mapping[str, int], anchors: Sequence[tuple[float, SaveNumber]]
-) -> _Rank:
+    `anchors`: by when storage got them, the job's own checkpoints. `number`: the place's, raised.
+    """
     if one.number.generation:
         time = one.time if one.is_foreign else 0.0
         # Two runs that knew nothing of each other may have given the same number.
         step = -1 if one.step is None else one.step
-        return _number(one, generations), one.is_foreign, time, step, one.key
+        return number, one.is_foreign, time, step, one.key
     if one.is_foreign:
-        before = (number for stored_at, number in anchors if stored_at < one.stored_at)
+        before = (anchor for stored_at, anchor in anchors if stored_at < one.stored_at)
         return max(before, default=UNNUMBERED), True, one.time, -1, one.key
     return UNNUMBERED, True, one.time, -1, one.key
 

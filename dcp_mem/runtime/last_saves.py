@@ -110,14 +110,14 @@ class LastSaves:
 
     `plans`: by plan, what its last complete save was made of. `persisted`: what `persist=` counts.
     `expected_copies`: by group of ranks, bytes of each slot that the last save's copies
-    took on this rank. `is_swept`: whether nothing of a failed save is left in memory.
+    took on this rank. `is_clean`: whether all saves since the last sweep are complete.
     """
 
     def __init__(self) -> None:
         self.plans: dict[PlanKey, SavedPlan] = {}
         self.persisted = PersistCounts()
         self.expected_copies: dict[GroupKey, tuple[int, ...]] = {}
-        self.is_swept = False
+        self.is_clean = False
         self._warned: set[str] = set()
         self._trimmed_to = -1
         self._saves_since_trim = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 from dcp_mem.comm.job_ranks import run_token
 from dcp_mem.config import Settings
@@ -43,6 +43,7 @@ class RunNumbers:
         self._generation = 0
         self._run = ""
         self._newest = UNNUMBERED
+        self._known: Mapping[str, int] = {}  # generations, when numbers were last looked at
 
     @property
     def token(self) -> str:
@@ -54,7 +55,12 @@ class RunNumbers:
         own = SaveNumber(self._generation_now(), self._newest.count)
         return max(own, _seen.get((self._memory.root, self._memory.job), UNNUMBERED))
 
-    def run(self, manifests: Iterable[Manifest]) -> tuple[int, str]:
+    def in_memory(self, manifests: Sequence[Manifest]) -> SaveNumber:
+        """Return the greatest number that this memory knows of, for the ranks to agree on one."""
+        self._known = self._memory.generations()
+        return self._memory.newest_number(manifests)
+
+    def run(self, manifests: Sequence[Manifest]) -> tuple[int, str]:
         """Return the generation that the run goes on with, and the run's token.
 
         The generation is 0 if the run hasn't begun one. It may have been raised since the last
@@ -62,7 +68,7 @@ class RunNumbers:
         """
         self._run = self._run or run_token()[:_RUN_DIGITS] or uuid.uuid4().hex[:_RUN_DIGITS]
         # Ranks that save without each other are one run: they go on with one generation.
-        others = max((one.generation for one in manifests if one.run == self._run), default=0)
+        others = max([one.generation for one in manifests if one.run == self._run], default=0)
         return max(self._generation_now(), others), self._run
 
     def _generation_now(self) -> int:
@@ -78,6 +84,8 @@ class RunNumbers:
         run: then the generation of this run is raised as well. What a later run has saved
         meanwhile stays newer: this process was stopped, and its job has gone on without it.
         """
+        if self._memory.generations() == self._known:
+            return
         newest = self._memory.newest_number(without_run=manifest.run)
         if self._memory.raised(manifest).number > newest:
             return

@@ -33,10 +33,12 @@ class Publisher:
     def publish(self, manifest: Manifest, *, sealed: bool = False) -> None:
         """Make a checkpoint COMPLETE, in the place of an older one of its name.
 
-        Its catalog is there already, and so are its segments if they are `sealed`: the manifest
-        comes last.
+        Its catalog is there already, and so are its segments if they are `sealed`, with their
+        directory: the manifest comes last.
         """
-        directory = self._memory.make_checkpoint_directory(manifest.name)
+        directory = self._memory.checkpoint_directory(manifest.name)
+        if not sealed:
+            self._memory.make_checkpoint_directory(manifest.name)
         replaced = [
             checkpoint
             for checkpoint in self._memory.find(manifest.name)

@@ -2,8 +2,8 @@
 
 Imports runtime, replicating and what lies below them; nothing of the load. To be read in this
 order: `values.py` (what the stages hand to each other), `pipeline.py` (the stages in their order),
-then the stages: `plan.py`, `agree.py` (`ballot.py`, `room.py`), `stage.py`, `complete.py`,
-`retention.py`, `background.py` (`redundancy.py`, `first_save.py`). A plan comes from
+then the stages: `plan.py`, `agree.py` (`room.py`), `stage.py`, `complete.py`, `retention.py`;
+behind training `redundancy.py` and `first_save.py`. A plan comes from
 `own_plans.py`, `ahead.py`, `dcp_plan.py` or `streams.py`, and is a `Planned` from there on; with
 `frozen.py`, frozen items have a segment of their own.
 `prepare.py` makes slots ready ahead of the first save.

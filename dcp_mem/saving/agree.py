@@ -23,24 +23,28 @@ from dcp_mem.errors import (
 from dcp_mem.flushing.registration import umask_for
 from dcp_mem.format import names
 from dcp_mem.memory.checkpoint import LocalCheckpoint
-from dcp_mem.policy.admission import NodeMemory, Verdict, admit, allowance
+from dcp_mem.policy.admission import Verdict, admit, allowance
 from dcp_mem.policy.order import SaveNumber
 from dcp_mem.policy.persistence import Persisted
 from dcp_mem.policy.slots import SlotNeed, capacity_for, growth
 from dcp_mem.runtime.states import AgentPatience
 from dcp_mem.runtime.topology import Topology
-from dcp_mem.saving.ballot import (
+from dcp_mem.saving.plan import TAIL_ROOM
+from dcp_mem.saving.retention import evict, records_nbytes
+from dcp_mem.saving.room import give_back, kept_on, node_memories, own_claims, with_node
+from dcp_mem.saving.values import (
+    Agreed,
     Ballot,
+    NoCommonPlan,
+    Planned,
     Proposal,
     RankReport,
+    SaveContext,
+    Unplanned,
     ballot_of,
     packed_run,
     unpacked_run,
 )
-from dcp_mem.saving.plan import TAIL_ROOM
-from dcp_mem.saving.retention import evict
-from dcp_mem.saving.room import give_back, node_memories, node_memory, own_claims, with_used
-from dcp_mem.saving.values import Agreed, NoCommonPlan, Planned, SaveContext, Unplanned
 from dcp_mem.storage.posix import PosixStorage
 
 _COMPLAIN_EVERY = 10.0
@@ -93,6 +97,7 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
         run=run,
         persist=persist,
         topology=topology,
+        redundancy=context.redundancy_on(topology),
         started=started,
         may_replicate=may_replicate,
         info=SaveInfo(*said),
@@ -117,58 +122,58 @@ def _report(
 def _tidied_report(
     context: SaveContext, topology: Topology, planned: Planned | Unplanned
 ) -> RankReport:
-    """Clear away what earlier saves have left, then report what there is."""
+    """Clear away what a failed save has left, then report what there is."""
     session = context.session
     session.prefaulting.stop()
-    session.slots.take_back(session.memory.lists)  # if the last save failed, perhaps elsewhere
-    if topology.is_leader and not session.last_saves.is_swept:
-        session.memory.sweep()
-    session.last_saves.is_swept = True
+    if not session.last_saves.is_clean:
+        session.slots.take_back(session.memory.lists)
+        if topology.is_leader:
+            session.memory.sweep()
+        session.last_saves.is_clean = True
     if isinstance(planned, Unplanned):
         return RankReport(name=context.name, why_not=planned.why_not)
-    if not topology.is_leader:
-        return _needs_of_rank(context, planned)
-    checkpoints = session.memory.checkpoints()
-    report = _with_node(context, topology, _needs_of_rank(context, planned), checkpoints)
-    if context.ranks.rank == 0:
-        report = replace(report, proposal=_proposal(context, checkpoints))
-    return report
-
-
-def _needs_of_rank(context: SaveContext, planned: Planned) -> RankReport:
-    slots = context.session.slots.free()[:_MOST_SLOTS]
-    return RankReport(
+    report = RankReport(
         name=context.name,
-        newest=context.session.numbers.newest(),
+        newest=session.numbers.newest(),
         needed=capacity_for(planned.nbytes + TAIL_ROOM),
         frozen=capacity_for(planned.copied_frozen_nbytes),
         shared=capacity_for(planned.unreplicated_frozen_nbytes),
-        slots=tuple(slots),
+        slots=tuple(session.slots.free()[:_MOST_SLOTS]),
         is_written=planned.filled is not None,
         plan_id=planned.plan_id,
         other_plan_ids=planned.other_plan_ids,
     )
+    return _of_node(context, topology, report) if topology.is_leader else report
 
 
-def _with_node(
-    context: SaveContext,
-    topology: Topology,
-    report: RankReport,
-    checkpoints: Sequence[LocalCheckpoint],
-) -> RankReport:
-    """Add what concerns this rank's node."""
-    memory = context.session.memory
-    exists = not context.settings.overwrite and any(
-        (one.name, one.manifest.scope) == (context.name, context.scope) for one in checkpoints
+def _of_node(context: SaveContext, topology: Topology, report: RankReport) -> RankReport:
+    """Add what a node's leader sees in its memory, and what rank 0 proposes."""
+    checkpoints = context.session.memory.checkpoints()
+    manifests = [one.manifest for one in checkpoints]
+    own = [one for one in checkpoints if one.manifest.scope == context.scope]
+    return replace(
+        report,
+        exists=not context.settings.overwrite and context.name in [one.name for one in own],
+        newest=max(report.newest, context.session.numbers.in_memory(manifests)),
+        has_too_many=_has_too_many(context, topology, own),
+        proposal=_proposal(context, checkpoints) if context.ranks.rank == 0 else None,
     )
-    newest = max(report.newest, memory.newest_number(one.manifest for one in checkpoints))
-    node = node_memory(context, topology, checkpoints)
-    return replace(report, node=node, exists=exists, newest=newest)
+
+
+def _has_too_many(context: SaveContext, topology: Topology, own: Sequence[LocalCheckpoint]) -> bool:
+    """Tell whether something must leave the node's memory before another checkpoint is staged."""
+    settings, memory = context.settings, context.session.memory
+    if len(own) > settings.keep:
+        kept = kept_on(context, topology, own, in_detail=False)
+        if len(kept) > allowance(kept, settings.keep):
+            return True
+    limit = settings.memory_limit
+    return limit is not None and memory.allocated_bytes() + records_nbytes(own) > limit
 
 
 def _proposal(context: SaveContext, checkpoints: Sequence[LocalCheckpoint]) -> Proposal:
     info, counted = context.info, context.session.last_saves.persisted
-    generation, run = context.session.numbers.run(one.manifest for one in checkpoints)
+    generation, run = context.session.numbers.run([one.manifest for one in checkpoints])
     left = (one.manifest for one in checkpoints if one.manifest.run != run and not one.rejected)
     before = counted.before(context.settings, context.scope, info.step, left)
     policy = context.settings.persist
@@ -227,21 +232,9 @@ def _ballot(
     planned: Attempted[Planned | Unplanned],
     report: RankReport,
 ) -> Ballot:
-    has_room = _has_slots(context, topology, planned, report) and _keeps_within(
-        context, report.node
-    )
+    has_room = not report.has_too_many and _has_slots(context, topology, planned, report)
     is_replicating = context.session.replicator.is_busy
     return ballot_of(context.ranks.rank, report, has_room=has_room, is_replicating=is_replicating)
-
-
-def _keeps_within(context: SaveContext, node: NodeMemory | None) -> bool:
-    """Tell whether the node has no checkpoint too many, and keeps to the memory limit."""
-    if node is None:
-        return True
-    limit = context.settings.memory_limit
-    return len(node.kept) <= allowance(node.kept, context.settings.keep) and (
-        limit is None or node.used + node.records <= limit
-    )
 
 
 def _has_slots(
@@ -250,7 +243,11 @@ def _has_slots(
     planned: Attempted[Planned | Unplanned],
     report: RankReport,
 ) -> bool:
-    """Tell whether this rank has free slots for its segment and the copies that will come to it."""
+    """Tell whether this rank has slots for its segment and the copies that will come to it.
+
+    Without a memory limit they may be made anew, where there is room even if every rank of the node
+    needs as much, and twice that.
+    """
     copies: tuple[int, ...] | None = ()
     if context.redundancy_on(topology):
         if report.shared:  # of other nodes' slots each rank hears only at length
@@ -258,10 +255,14 @@ def _has_slots(
         copies = context.session.last_saves.expected_copies.get(context.group)
     if copies is None:
         return False
-    slots = report.slots
-    if context.settings.memory_limit is not None:  # what nobody holds, other ranks may take
+    slots, limit = report.slots, context.settings.memory_limit
+    if limit is not None:  # what nobody holds, other ranks may take
         slots = tuple(one for one in slots if one.is_held)
-    return not growth([*own_claims(planned), *map(SlotNeed, copies)], slots)
+    grows = growth([*own_claims(planned), *map(SlotNeed, copies)], slots)
+    if not grows or limit is not None:
+        return not grows
+    ranks = topology.nodes.count(topology.nodes[topology.rank])
+    return 2 * ranks * grows <= context.session.memory.free_bytes()
 
 
 def _settle_replication(context: SaveContext) -> bool:
@@ -294,7 +295,7 @@ def _agree_at_length(
     """
     waiting = _RoomWait(context)
     while True:
-        reports = context.ranks.exchange(with_used(context, report))
+        reports = context.ranks.exchange(with_node(context, topology, report))
         _refuse_other_names(reports)
         if planned.error is not None:
             failed = [(rank, one.error) for rank, one in enumerate(reports) if one.error]

@@ -142,7 +142,7 @@ def opened_together(ranks: Ranks, opened: Attempted[Session], settings: Settings
     elif opened.error is not None:
         ranks.leave(described(opened.error))
     session = opened.value
-    if _AGREED not in ranks.cache:  # loads, say, connect the ranks without
+    if ranks.size > 1 and _AGREED not in ranks.cache:  # loads, say, connect the ranks without
         _refuse_other_settings(ranks, settings)
         ranks.cache[_AGREED] = True
     return session

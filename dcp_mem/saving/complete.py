@@ -99,10 +99,8 @@ def complete(
         _remember(context, planned, saved)
         remember(session, context.group, staged.value.frozen, (context.name, agreed.save_id))
         session.last_saves.persisted.note(context.settings, manifest)
+        session.last_saves.is_clean = True
         return Completed(manifest, agreed, staged.value, saved)
-    except BaseException:
-        session.last_saves.is_swept = False
-        raise
     finally:
         if not is_shared:
             _share(context, staged.value)
@@ -220,7 +218,7 @@ def _retain(context: SaveContext, agreed: Agreed) -> None:
             context.session.memory,
             context.scope,
             context.settings.keep_memory,
-            gets_copies=bool(context.redundancy_on(agreed.topology)),
+            gets_copies=bool(agreed.redundancy),
             persists_all=context.settings.persists_all,
             made=agreed.save_id,
         ),

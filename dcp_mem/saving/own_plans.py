@@ -289,7 +289,10 @@ _guard = threading.Lock()
 def own_plans_of(session: Session) -> OwnPlans:
     """Return the plans that belong to this process's session of a job."""
     with _guard:
-        return _own_plans.setdefault(session, OwnPlans())
+        found = _own_plans.get(session)
+        if found is None:
+            found = _own_plans[session] = OwnPlans()
+        return found
 
 
 def _merged(

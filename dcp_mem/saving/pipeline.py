@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from dcp_mem.comm.agreement import attempt
+from dcp_mem.comm.agreement import attempt, attempt_or_log
+from dcp_mem.format.names import FROZEN
+from dcp_mem.policy.admission import most_at_once
+from dcp_mem.policy.slots import capacity_for
+from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.saving.agree import agree
-from dcp_mem.saving.background import start_background_work
-from dcp_mem.saving.complete import complete
+from dcp_mem.saving.complete import complete, concerns_flusher
+from dcp_mem.saving.first_save import name_refused
+from dcp_mem.saving.frozen import compare_if_due
+from dcp_mem.saving.plan import TAIL_ROOM
+from dcp_mem.saving.redundancy import copies_here, replication_of
+from dcp_mem.saving.retention import records_nbytes
 from dcp_mem.saving.stage import stage
 from dcp_mem.saving.values import (
     Agreed,
@@ -18,6 +27,8 @@ from dcp_mem.saving.values import (
     SaveContext,
     Unplanned,
 )
+
+_LARGE = 32 << 20
 
 Plan = Callable[[SaveContext], Planned | Unplanned]
 """Returns this rank's part of a save. Asked again once the ranks have found a plan in common."""
@@ -64,7 +75,7 @@ def settle(
     MemoryBudgetExceeded, CheckpointExists, ConfigError, RankFailed.
     """
     while True:
-        planned = attempt(lambda: plan(context))
+        planned = attempt(partial(plan, context))
         try:
             agreed = agree(context, planned)
         except NoCommonPlan as reason:
@@ -88,12 +99,85 @@ def carry_out(context: SaveContext, settled: Settled) -> Completed:
 
     1. Stage: this rank's items are copied into a segment (`stage.py`).
     2. Complete: receipts, catalog, and the manifest on every node (`complete.py`).
-    3. Background: flush, copies, slots for the next saves (`background.py`).
+    3. Background: flush, copies, slots for the next saves.
 
     Raises MemoryBudgetExceeded, RankFailed.
     """
     planned, agreed = settled.planned, settled.agreed
-    staged = attempt(lambda: stage(context, agreed, planned))
+    context.session.last_saves.is_clean = False  # until it is complete
+    staged = attempt(partial(stage, context, agreed, planned))
     completed = complete(context, agreed, planned, staged)
     start_background_work(context, completed)
     return completed
+
+
+# -- behind training -------------------------------------------------------------------------------
+
+
+def start_background_work(context: SaveContext, completed: Completed) -> None:
+    """Start what training needn't wait for; what fails is logged only, as the ranks have voted.
+
+    1. Byte items that no load would restore are named, at the first save of a structure.
+    2. The node's leader has `.metadata` put beside the checkpoint, for stock readers, and wakes the
+       agent, which makes checksums and flushes.
+    3. Copies or parity on other nodes are set up.
+    4. Slots for the next saves are made ready.
+    5. Frozen tensors are held against their segment, now and then.
+    6. The copies begin: last, for they take the cores that all this runs on.
+    """
+    session, staged = context.session, completed.staged
+    behind = partial(attempt_or_log, f"{context.name} is complete, but this has failed behind it")
+    behind(partial(name_refused, staged))  # while the slot is held
+    behind(partial(_tell, context, completed))
+    replication = behind(partial(replication_of, context, completed))
+    takes_slots = replication is not None and replication.task.makes_slots
+    try:
+        behind(partial(_prefault_spare_slots, context, completed, takes_slots=takes_slots))
+        is_persisted = completed.agreed.persist
+        behind(partial(compare_if_due, session, staged.frozen, is_persisted=is_persisted))
+    finally:
+        if replication is not None:
+            behind(partial(session.replicator.start, replication))
+
+
+def _tell(context: SaveContext, completed: Completed) -> None:
+    session, manifest = context.session, completed.manifest
+    if not completed.agreed.topology.is_leader:
+        return
+    session.publisher.show(manifest)
+    if concerns_flusher(context, manifest):
+        session.wake_agent(context.settings)
+    else:
+        session.tell_nodes(context.settings)
+    session.agent.sum_up(context.settings)
+
+
+def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_slots: bool) -> None:
+    """Have slots ready for the next saves.
+
+    `takes_slots`: whether copies of this checkpoint are about to take new slots.
+    """
+    settings, session, staged = context.settings, context.session, completed.staged
+    topology, manifest = completed.agreed.topology, completed.manifest
+    incoming, shared_nbytes = copies_here(completed.agreed, manifest)
+    copies_nbytes = sum(map(sum, incoming))
+    here = manifest.of_node(staged.segment.node)
+    own_nbytes = sum(capacity_for(one.nbytes + TAIL_ROOM) for one in here if one.rank < FROZEN)
+    frozen_nbytes = sum(capacity_for(one.nbytes) for one in here if one.rank >= FROZEN)
+    node_nbytes = own_nbytes + copies_nbytes
+    frozen_nbytes += shared_nbytes
+    most_nbytes = most_at_once(settings.keep, any(incoming)) * node_nbytes + frozen_nbytes
+    if topology.is_leader and session.last_saves.is_trim_due(most_nbytes):
+        session.memory.trim(most_nbytes)
+    if staged.frozen is not None:  # what was frozen before may have left a slot of its size
+        session.slots.drop_larger(2 * (staged.segment.nbytes + _LARGE))
+    sizes = SlotSizes(
+        staged.segment.nbytes + TAIL_ROOM, staged.layout, incoming[context.ranks.rank]
+    )
+    is_unlimited = settings.memory_limit is None
+    needs = NodeNeeds(
+        checkpoint=node_nbytes,
+        records=0 if is_unlimited else records_nbytes(session.memory.find(manifest.name)),
+        pending=copies_nbytes if takes_slots else 0,
+    )
+    session.prefaulting.fill_up(settings, sizes, needs, rank=context.rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import compress
 
 from dcp_mem.comm import held_store
 from dcp_mem.common.log import log
@@ -19,7 +20,6 @@ from dcp_mem.policy.slots import capacity_for
 from dcp_mem.replicating.plan import file_plans, incoming, incoming_seconds
 from dcp_mem.replicating.replicator import Replication
 from dcp_mem.replicating.task import ReplicationTask, abandon_all, newest_replicated
-from dcp_mem.runtime.topology import Topology
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.values import Agreed, Completed, SaveContext
@@ -89,7 +89,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
     """Claim slots for what comes to this rank, connect, and keep the checkpoint in memory."""
     session, settings = context.session, context.settings
     topology, manifest = completed.agreed.topology, completed.manifest
-    rooms, made = _rooms(manifest), context.redundancy_on(topology)
+    rooms, made = _rooms(manifest), completed.agreed.redundancy
     seconds = _second_rooms(manifest)
     sizes = incoming(topology.nodes, topology.domains, rooms, made)
     session.last_saves.expected_copies[context.group] = sizes[topology.rank]
@@ -168,33 +168,21 @@ def _lease_on(context: SaveContext, manifest: Manifest) -> int:
     return lease
 
 
-def incoming_sizes(
-    context: SaveContext, topology: Topology, manifest: Manifest
-) -> Sequence[Sequence[int]]:
-    """Return the bytes of each slot that this node's ranks set aside for other ranks' files.
+def copies_here(agreed: Agreed, manifest: Manifest) -> tuple[Sequence[Sequence[int]], int]:
+    """Return what copies and parity of other nodes' files take on this node.
 
-    Returns by rank; nothing for ranks of other nodes.
+    By rank, the bytes of each slot that this node's ranks set aside for a checkpoint, nothing for
+    ranks of other nodes; and what copies of frozen tensors take, for all checkpoints.
     """
-    made = context.redundancy_on(topology)
+    topology, made = agreed.topology, agreed.redundancy
+    nodes, domains = topology.nodes, topology.domains
     if not made:
-        return [() for _ in topology.nodes]
-    sizes = incoming(topology.nodes, topology.domains, _rooms(manifest), made)
-    here = topology.nodes[topology.rank]
-    return [
-        of_rank if node == here else () for node, of_rank in zip(topology.nodes, sizes, strict=True)
-    ]
-
-
-def shared_nbytes(context: SaveContext, topology: Topology, manifest: Manifest) -> int:
-    """Return what this node's copies of other nodes' frozen tensors take, for all checkpoints."""
-    made = context.redundancy_on(topology)
-    if not made.copies:
-        return 0
-    sizes = incoming_seconds(topology.nodes, topology.domains, _second_rooms(manifest), made)
-    here = topology.nodes[topology.rank]
-    return sum(
-        sum(of_rank) for node, of_rank in zip(topology.nodes, sizes, strict=True) if node == here
-    )
+        return [() for _ in nodes], 0
+    is_here = [node == nodes[topology.rank] for node in nodes]
+    sizes = incoming(nodes, domains, _rooms(manifest), made)
+    seconds = incoming_seconds(nodes, domains, _second_rooms(manifest), made)
+    shared = sum(map(sum, compress(seconds, is_here))) if made.copies else 0
+    return [of_rank if here else () for here, of_rank in zip(is_here, sizes, strict=True)], shared
 
 
 def _rooms(manifest: Manifest) -> tuple[int, ...]:

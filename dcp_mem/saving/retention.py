@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
@@ -35,8 +36,8 @@ def apply_retention(
     next one is made.
     """
     drop_dead_links(memory.links)
-    # Several ranks of a node may close at once. What one of them looks at, or takes out, must not
-    # look to another as if it were in use: a newer checkpoint would leave in its place.
+    # Several ranks of a node may close at once. What one of them takes out must not look to another
+    # as if it were in use: a newer checkpoint would leave in its place.
     with in_turn(memory.slots):
         checkpoints = memory.checkpoints()
         kept = kept_checkpoints(
@@ -45,11 +46,20 @@ def apply_retention(
             policy,
             gets_copies=gets_copies,
             persists_all=persists_all,
-            with_sizes=False,
+            in_detail=False,
         )
         why = "superseded by a newer checkpoint"
         kept = tuple(one for one in kept if not (one.rejected and one.key == made))
-        evict(memory, checkpoints, retire(kept, policy.most or 1), why)
+        while leaving := retire(kept, policy.most or 1):
+            in_use = evict(memory, checkpoints, leaving, why)
+            if not in_use:
+                return
+            # It stays, and another one may have to leave in its place.
+            kept = tuple(
+                replace(one, busy=one.busy or one.key in in_use)
+                for one in kept
+                if one.key not in leaving or one.key in in_use
+            )
 
 
 def records_nbytes(checkpoints: Sequence[LocalCheckpoint]) -> int:
@@ -70,14 +80,15 @@ def kept_checkpoints(
     *,
     gets_copies: bool,
     persists_all: bool,
-    with_sizes: bool = True,
+    in_detail: bool = True,
 ) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints in memory as policies see them.
 
     `checkpoints`: all that lie in memory on this node, newest first. `scope`: "" or the rank whose
     own checkpoints these are. `persists_all`: whether a checkpoint that is meant for storage stays
     until it is there. One that storage refuses may leave all the same: else a save would wait for
-    ever. `with_sizes`: whether to fill in `nbytes` and `shared`, which takes a look at each file.
+    ever. `in_detail`: whether to fill in `nbytes` and `shared`, and to see what is in use, which
+    takes a look at each file.
     """
     checkpoints = [one for one in checkpoints if one.manifest.scope == scope]
     chosen = _chosen(policy, checkpoints)
@@ -85,10 +96,10 @@ def kept_checkpoints(
     for checkpoint in checkpoints:
         manifest = checkpoint.manifest
         try:
-            busy = is_in_use(checkpoint.manifest_path)
+            busy = in_detail and is_in_use(checkpoint.manifest_path)
         except FileNotFoundError:  # it leaves memory: what it takes needn't be taken from others
             continue
-        nbytes, shared = checkpoint.slot_bytes() if with_sizes else (0, ())
+        nbytes, shared = checkpoint.slot_bytes() if in_detail else (0, ())
         kept.append(
             CheckpointFacts(
                 key=manifest.save_id,
@@ -139,11 +150,14 @@ def evict(
     checkpoints: Iterable[LocalCheckpoint],
     save_ids: frozenset[str],
     why: str,
-) -> None:
-    """Take checkpoints out of memory."""
+) -> frozenset[str]:
+    """Take checkpoints out of memory; return the save ids of those that stay: they are in use."""
+    in_use = set[str]()
     for checkpoint in checkpoints:
-        if checkpoint.manifest.save_id in save_ids:
-            try:
-                memory.evict(checkpoint, why, Outcome.SUPERSEDED)
-            except OSError as error:  # the other ranks go on to the next exchange; so must this one
-                log.warning("%s could not be evicted: %s", checkpoint.name, error)
+        save_id = checkpoint.manifest.save_id
+        try:
+            if save_id in save_ids and not memory.evict(checkpoint, why, Outcome.SUPERSEDED):
+                in_use.add(save_id)
+        except OSError as error:  # the other ranks go on to the next exchange; so must this one
+            log.warning("%s could not be evicted: %s", checkpoint.name, error)
+    return frozenset(in_use)

@@ -10,13 +10,13 @@ from dcp_mem.comm.agreement import Attempted, attempt, described, raise_together
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.links import drop_dead_links
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, still_full
+from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.slots import SlotNeed, capacity_for, growth
 from dcp_mem.replicating.plan import incoming, incoming_seconds
 from dcp_mem.runtime.topology import Topology
-from dcp_mem.saving.ballot import RankReport
 from dcp_mem.saving.plan import claims_of
 from dcp_mem.saving.retention import kept_checkpoints, records_nbytes
-from dcp_mem.saving.values import Planned, SaveContext, Unplanned
+from dcp_mem.saving.values import Planned, RankReport, SaveContext, Unplanned
 
 T = TypeVar("T")
 
@@ -31,44 +31,48 @@ def own_claims(planned: Attempted[Planned | Unplanned]) -> list[SlotNeed]:
     return claims_of(planned.value)
 
 
-def node_memory(
-    context: SaveContext, topology: Topology, checkpoints: Sequence[LocalCheckpoint]
-) -> NodeMemory:
-    """Return this node's memory, as far as its leader can tell.
-
-    `checkpoints`: all that lie in memory on this node, newest first.
-    """
-    memory, settings = context.session.memory, context.settings
-    is_lent = drop_dead_links(memory.links)
-    kept = kept_checkpoints(
+def kept_on(
+    context: SaveContext,
+    topology: Topology,
+    checkpoints: Sequence[LocalCheckpoint],
+    *,
+    in_detail: bool = True,
+) -> tuple[CheckpointFacts, ...]:
+    """Return checkpoints of this node as retention sees them; `checkpoints`: newest first."""
+    return kept_checkpoints(
         checkpoints,
         context.scope,
-        settings.keep_memory,
+        context.settings.keep_memory,
         gets_copies=bool(context.redundancy_on(topology)),
-        persists_all=settings.persists_all,
+        persists_all=context.settings.persists_all,
+        in_detail=in_detail,
     )
+
+
+def node_memory(context: SaveContext, topology: Topology) -> NodeMemory:
+    """Return this node's memory, as far as its leader can tell."""
+    memory, limit = context.session.memory, context.settings.memory_limit
+    checkpoints = memory.checkpoints()
     return NodeMemory(
-        kept=kept,
-        used=0 if settings.memory_limit is None else memory.allocated_bytes(),
+        kept=kept_on(context, topology, checkpoints),
+        used=memory.allocated_bytes(),
         spare=0,
         free=memory.free_bytes(),
-        limit=settings.memory_limit,
+        limit=limit,
         needed=0,
-        records=0 if settings.memory_limit is None else records_nbytes(checkpoints),
-        is_lent=is_lent,
+        records=0 if limit is None else records_nbytes(checkpoints),
+        is_lent=drop_dead_links(memory.links),
     )
 
 
-def with_used(context: SaveContext, report: RankReport) -> RankReport:
-    """Add what this rank's node uses, now that no rank makes spare slots any more."""
-    if report.node is None:
+def with_node(context: SaveContext, topology: Topology, report: RankReport) -> RankReport:
+    """Add this rank's node, if it leads it, now that no rank makes spare slots any more."""
+    if report.error or not report.plan_id or not topology.is_leader:
         return report
-    try:
-        memory = context.session.memory
-        used, free = memory.allocated_bytes(), memory.free_bytes()
-    except OSError as error:
-        return RankReport(name=context.name, error=described(error))
-    return replace(report, node=replace(report.node, used=used, free=free))
+    found = attempt(lambda: node_memory(context, topology))
+    if found.error is not None:
+        return RankReport(name=context.name, error=described(found.error))
+    return replace(report, node=found.value)
 
 
 def give_back(
@@ -199,7 +203,7 @@ def expect(
         )
         if not topology.is_leader:
             return found
-        return replace(found, node=node_memory(context, topology, session.memory.checkpoints()))
+        return replace(found, node=node_memory(context, topology))
 
     reports = _told(context, report)
     nodes = node_memories(context, topology, reports)

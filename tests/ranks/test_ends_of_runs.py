@@ -199,7 +199,7 @@ def test_what_fails_behind_a_complete_checkpoint_is_logged_alone(
     memory_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with MemoryStorageWriter(None, memory_root=memory_root, job="job") as writer:
-        for where in ("complete.apply_retention", "background._prefault_spare_slots"):
+        for where in ("complete.apply_retention", "pipeline._prefault_spare_slots"):
             caplog.clear()
             with patch(f"dcp_mem.saving.{where}", side_effect=OSError("no more descriptors")):
                 dcp.save({"x": torch.ones(2)}, checkpoint_id=where, storage_writer=writer)

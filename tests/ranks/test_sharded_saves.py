@@ -18,10 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from dcp_mem import MemoryBudgetExceeded, MemoryStorageWriter
-from dcp_mem.common import faults
-from dcp_mem.common.faults import POINTS
-from dcp_mem.memory.catalogs import Catalogs
+from dcp_mem import MemoryStorageWriter
 from tests.support.checkpoints.models import (
     build_model,
     full_tensor,
@@ -42,6 +39,8 @@ from tests.support.checkpoints.roundtrip import (
     comes_back,
 )
 from tests.support.private import private_directory
+from tests.support.processes import faults
+from tests.support.processes.faults import POINTS
 from tests.support.processes.forks import forked_ranks, raised_by
 
 # -- sharded state ---------------------------------------------------------------------------------
@@ -761,25 +760,25 @@ def _saves_while_a_node_has_no_room_for_the_catalog(places: Places) -> list[str]
     rank = dist.get_rank()
     mine = Places(f"{places.memory}/node-{rank}", places.url)
     os.mkdir(mine.memory, 0o700)
-    errors = []
+    errors, catalogs = [], Path(mine.memory, mine.job, ".catalogs")
     with mine.writer(persist=False) as writer:
+        dcp.save({"a": 1}, checkpoint_id="first", storage_writer=writer)
         for road, save in SAVES.items():
             # Another structure each time: a known one has a catalog that nobody puts again.
             state = {road: torch.arange(20.0), f"own.{rank}": torch.full((9,), rank)}
-            with pytest.MonkeyPatch.context() as patch:
-                if rank == 1:
-                    patch.setattr(Catalogs, "put", _no_room)
-                bad = raised_by(
-                    functools.partial(save, state, checkpoint_id="bad", storage_writer=writer)
-                )
+            if rank == 1:
+                catalogs.rename(f"{catalogs}.aside")
+                catalogs.touch()
+            bad = raised_by(
+                functools.partial(save, state, checkpoint_id="bad", storage_writer=writer)
+            )
+            if rank == 1:
+                catalogs.unlink()
+                Path(f"{catalogs}.aside").rename(catalogs)
             errors.append(str(bad))
             save(state, checkpoint_id="good", storage_writer=writer)
             assert mine.directory("memory", "good").is_dir()
     return errors
-
-
-def _no_room(catalogs: Catalogs, data: object) -> str:
-    raise MemoryBudgetExceeded(10, 5, "no room for the catalog")
 
 
 def test_a_node_that_has_no_room_for_the_catalog_fails_the_save_on_every_rank(
@@ -788,4 +787,4 @@ def test_a_node_that_has_no_room_for_the_catalog_fails_the_save_on_every_rank(
     for errors in forked_ranks(
         _saves_while_a_node_has_no_room_for_the_catalog, 2, places, timeout=60
     ):
-        assert all("no room for the catalog" in error for error in errors)
+        assert all("Not a directory" in error for error in errors)

@@ -18,7 +18,7 @@ from dcp_mem.common.sendable import decoded, encoded, sendable
 from dcp_mem.format.frames import Specs
 from dcp_mem.policy.admission import NodeMemory
 from dcp_mem.policy.sharing import Piece
-from dcp_mem.saving.ballot import Ballot
+from dcp_mem.saving.values import Ballot
 
 _PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 _KEYS = st.integers() | st.text() | st.tuples(st.text(), st.integers())
