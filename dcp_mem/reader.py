@@ -39,8 +39,8 @@ from dcp_mem.errors import (
     picklable,
 )
 from dcp_mem.loading.dcp_takeover import (
-    LoadTakeover,
     guard_planner,
+    take_over,
     taken_over,
     why_not_own_plan,
 )
@@ -123,7 +123,7 @@ class MemoryStorageReader(StorageReader):
                 log_once(f"loads are left to torch's planner, which takes longer: {why_not}")
                 guard_planner(planning, call.ranks, self._end_leases)
             elif planning is not None:
-                takeover = LoadTakeover(planning)
+                takeover = take_over(planning)
             elif torch_plans():
                 log_once(f"loads are planned by torch, which takes longer: {SWITCH} is set")
             with leaving_on_error(call.ranks), collector_paused():

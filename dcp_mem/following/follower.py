@@ -6,7 +6,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,18 +14,30 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from dcp_mem.comm import Ranks
-from dcp_mem.comm.agreement import is_shared, known_to_all, leaving_on_error
+from dcp_mem.comm.agreement import from_all_ranks, is_shared, known_to_all, leaving_on_error
 from dcp_mem.comm.bridge.calls import DcpCall
 from dcp_mem.common.arguments import takes
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
+from dcp_mem.common.sendable import sendable
 from dcp_mem.config import checked_state
-from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint, RankFailed, StorageUnavailable
+from dcp_mem.errors import (
+    ConfigError,
+    DcpMemError,
+    MemoryRootRefused,
+    MemoryUnavailable,
+    NoRecoverableCheckpoint,
+    RankFailed,
+    StorageRefused,
+    StorageUnavailable,
+    WaitTimeout,
+)
 from dcp_mem.following.checkpoint import FollowedCheckpoint
 from dcp_mem.following.hold import HoldingReader
-from dcp_mem.following.look import Lookout
 from dcp_mem.loading.find import elect_together, open_next
 from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.memory.job import jobs_in
+from dcp_mem.memory.locks import job_is_live, run_in
 from dcp_mem.options import DEFAULTS, FollowOptions
 from dcp_mem.planning.tensor_choice import TensorChoice, repeatable, tensor_rule
 from dcp_mem.policy.election import ElectedCheckpoint
@@ -34,6 +46,9 @@ from dcp_mem.policy.order import Place
 from dcp_mem.reader import RecoveryReport
 
 _LONGEST_NAP = 0.1
+_MOST_PATIENCE, _PATIENCE_POLLS = 10.0, 10
+"""Seconds, and looks, after which checkpoints are surveyed though nothing seems to have changed, or
+it is said that there is nothing to follow so far."""
 
 
 @takes(FollowOptions, DEFAULTS)
@@ -108,9 +123,15 @@ def follow(
     skip = repeatable(skip)
     tensor_rule("skip", skip)
     reader = HoldingReader(root, process_group, options)
-    lookout = Lookout(reader, only_durable=only_durable, until_ended=until_ended, timeout=timeout)
     load = None if state_dict is None else partial(reader.load_held, state_dict, weights_only, skip)
-    return Follower(reader, lookout, load, poll_seconds)
+    return Follower(
+        reader,
+        load,
+        only_durable=only_durable,
+        until_ended=until_ended,
+        timeout=timeout,
+        poll_seconds=poll_seconds,
+    )
 
 
 class Follower:
@@ -122,16 +143,25 @@ class Follower:
     def __init__(
         self,
         reader: HoldingReader,
-        lookout: Lookout,
         load: Callable[[], RecoveryReport] | None,
+        *,
+        only_durable: bool,
+        until_ended: bool,
+        timeout: float | None,
         poll_seconds: float,
     ) -> None:
         """`load`: loads what the reader holds; None hands checkpoints out as they lie."""
-        self._reader, self._lookout, self._load_held = reader, lookout, load
+        self._reader, self._load_held = reader, load
+        self._only_durable, self._until_ended, self._timeout = only_durable, until_ended, timeout
         self._poll_seconds = poll_seconds
+        self._patience = min(_MOST_PATIENCE, _PATIENCE_POLLS * poll_seconds)
         self._is_stopped = False
         self._last: Place | None = None
         self._damaged: set[Identity] = set()
+        self._memory_seen: object = None
+        self._surveyed_at = 0.0
+        self._ended_since: float | None = None
+        self._said: set[str] = set()
 
     def __iter__(self) -> Iterator[FollowedCheckpoint]:
         """Yield checkpoints as they come, each under a lease until the next one is asked for."""
@@ -175,9 +205,7 @@ class Follower:
         begun = time.monotonic()
         while True:
             with leaving_on_error(call.ranks):
-                seen = self._lookout.look_together(
-                    call.ranks, begun=begun, last=self._last, is_stopped=self._is_stopped
-                )
+                seen = self._look_together(call.ranks, begun)
                 self.close()  # Not before: the last checkpoint was held for all ranks.
                 load = self._open_newest(call) if seen.may_be_new else None
             taken = None if load is None else self._taken(load)
@@ -211,13 +239,13 @@ class Follower:
         return load
 
     def _eligible(self, choices: Sequence[ElectedCheckpoint]) -> Sequence[ElectedCheckpoint]:
-        return unseen(choices, self._last, self._damaged, only_durable=self._lookout.only_durable)
+        return unseen(choices, self._last, self._damaged, only_durable=self._only_durable)
 
     def _same_save(
         self, choice: ElectedCheckpoint, choices: Sequence[ElectedCheckpoint]
     ) -> Sequence[ElectedCheckpoint]:
         same = [one for one in choices if (one.name, one.save_id) == (choice.name, choice.save_id)]
-        return unseen(same, None, only_durable=self._lookout.only_durable)
+        return unseen(same, None, only_durable=self._only_durable)
 
     def _taken(self, load: LoadAttempt) -> FollowedCheckpoint | None:
         """Load what is open, or an older new one where it is damaged; None if none is left."""
@@ -251,7 +279,149 @@ class Follower:
 
     def _say_passed_over(self, reasons: Sequence[str]) -> None:
         for reason in reasons:
-            self._lookout.say_once(f"{reason}; waiting for the next checkpoint")
+            self._say_once(f"{reason}; waiting for the next checkpoint")
+
+    # -- what the ranks see, and do next -----------------------------------------------------------
+
+    def _look_together(self, ranks: Ranks, begun: float) -> _Seen:
+        """Look, and return what all ranks do next; one gather, one broadcast."""
+        seen = from_all_ranks(
+            ranks,
+            f"following {self._reader.settings.job}",
+            self._look,
+            partial(self._decide, begun),
+        )
+        if seen.error is not None and not seen.is_over:
+            raise known_to_all(seen.error)
+        return seen
+
+    def _say_once(self, text: str, about: str = "") -> None:
+        """Log a warning, unless one about the same, or with this text, has been logged before."""
+        if (about or text) not in self._said:
+            self._said.add(about or text)
+            log.warning("%s", text)
+
+    def _look(self) -> _Look:
+        """Look at this node's memory. Nothing is leased: saves must not mistake this for a load."""
+        memory = self._reader.memory()
+        if memory is None:
+            return _Look(self._is_survey_due(frozenset()), self._is_stopped)
+        run = run_in(memory.directory)
+        self._refuse_another_root(run.url)
+        is_live = job_is_live(memory.directory)
+        found = memory.checkpoints()
+        is_pending = any(one.pending for one in found)
+        seen = frozenset(
+            (one.name, one.manifest.save_id, one.rejected, one.replication.outcome, one.pending)
+            for one in found
+        )
+        return _Look(
+            is_survey_due=self._is_survey_due(seen),
+            is_stopped=self._is_stopped,
+            run=run.token,
+            has_ended=run.has_ended and not is_live and not is_pending,
+        )
+
+    def _is_survey_due(self, seen: object) -> bool:
+        is_long_ago = time.monotonic() - self._surveyed_at > self._patience
+        if seen == self._memory_seen and not is_long_ago:
+            return False
+        self._memory_seen, self._surveyed_at = seen, time.monotonic()
+        return True
+
+    def _refuse_another_root(self, url: str) -> None:
+        chosen = self._reader.settings
+        if chosen.url is None or not url or _is_same_place(url, chosen.url):
+            return
+        raise ConfigError(
+            f"job {chosen.job!r} in {chosen.memory_root} is that of {url}, not of {chosen.url}: "
+            "give the job= or the root of the run that you mean, or another memory_root="
+        )
+
+    def _decide(self, begun: float, looks: Sequence[_Look]) -> _Seen:
+        """Look at storage, and decide for all ranks."""
+        watch = self._reader.watch
+        may_be_new = watch.look() or any(look.is_survey_due for look in looks)
+        if any(look.is_stopped for look in looks):
+            return _Seen(is_stopped=True)
+        is_unknown = not watch.seen_at and all(look.run is None for look in looks)
+        if isinstance(watch.error, StorageRefused) and is_unknown:
+            return _Seen(error=watch.error)
+        if watch.error is not None:
+            self._say_once(
+                f"{watch.error}; following what memory has until storage answers again",
+                about=type(watch.error).__name__,
+            )
+        if self._until_ended and self._has_ended(looks):
+            return _Seen(may_be_new, is_over=True)
+        waited = time.monotonic() - begun
+        if self._timeout is not None and waited >= self._timeout:
+            if self._last is None:
+                error = WaitTimeout(f"after {self._timeout:g} s there is {self._nothing()}")
+                return _Seen(may_be_new, is_over=True, error=error)
+            return _Seen(may_be_new, is_over=True)
+        if self._last is None and waited >= self._patience and not may_be_new:
+            self._say_once(f"there is {self._nothing()}; waiting for it")
+        return _Seen(may_be_new)
+
+    def _has_ended(self, looks: Sequence[_Look]) -> bool:
+        """Tell whether the run has ended, and everything of it was there to be seen."""
+        known = [look for look in looks if look.run is not None]
+        # An earlier run may have left memory on this node, and this one runs elsewhere.
+        last_run = "" if self._last is None else self._last.run
+        is_of_run = not last_run or any(look.run == last_run for look in known)
+        if not known or not all(look.has_ended for look in known) or not is_of_run:
+            self._ended_since = None
+            return False
+        if self._ended_since is None:
+            self._ended_since = time.monotonic()
+        watch = self._reader.watch
+        if self._reader.settings.url is None or watch.seen_at > self._ended_since:
+            return True
+        # Memory had its last checkpoint. One that storage alone will do for is waited for, unless
+        # storage can't be read at all.
+        may_answer = isinstance(watch.error, StorageUnavailable)
+        return watch.error is not None and not (self._only_durable and may_answer)
+
+    def _nothing(self) -> str:
+        """Return what to say as long as there is nothing to follow."""
+        chosen = self._reader.settings
+        try:
+            others = jobs_in(chosen.memory_root)
+        except (MemoryRootRefused, MemoryUnavailable):
+            others = []
+        there = f" (jobs there: {', '.join(others[:8])})" if others else ""
+        where = f"{chosen.memory_root} for job {chosen.job}{there}"
+        storage = f", nor in {chosen.url}" if chosen.url is not None else ""
+        kind = "durable checkpoint" if self._only_durable else "checkpoint"
+        return (
+            f"no {kind} that can be taken in {where}{storage}. Path, job= and memory_root= must be "
+            "those that the run's writer was given"
+        )
+
+
+@sendable
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the ranks do after a look: take what is new, if there is; end where that is in vain."""
+
+    may_be_new: bool = False
+    is_over: bool = False
+    is_stopped: bool = False
+    error: DcpMemError | None = None  # to be raised where nothing can be taken
+
+
+@sendable
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one rank has seen."""
+
+    # whether its node's memory has something else than at the last survey, or that was long ago
+    is_survey_due: bool
+    is_stopped: bool
+    # token of the run that saves, or has saved, on its node; None where there is none
+    run: str | None = None
+    has_ended: bool = False
 
 
 def _is_passing(ranks: Ranks, error: Exception) -> bool:
@@ -260,3 +430,9 @@ def _is_passing(ranks: Ranks, error: Exception) -> bool:
         return ranks.all_reduce(isinstance(error, StorageUnavailable), operator.or_)
     except RankFailed:
         return False
+
+
+def _is_same_place(one: str, other: str) -> bool:
+    if one.startswith("/") and other.startswith("/"):
+        return os.path.realpath(one) == os.path.realpath(other)
+    return one == other

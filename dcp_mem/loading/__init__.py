@@ -9,8 +9,8 @@
     open             open a checkpoint on all ranks or on none
     plan          3. which items a rank reads
     load          4. read; another copy or an older checkpoint where bytes are damaged
-    read             each segment from the nearest source: fetch, pending, payloads
-    shared_fetch     what several ranks need, read once; peers, neighbours: given to the others
+    read             each segment from the nearest source: fetch, pending
+    shared_fetch     what several ranks need, read once; peers: given to the others
     finish        5. the report, its line in `recoveries.jsonl`, and lost copies made again
 
 Sources of bytes are in `sources/`. This room may import `runtime` and what lies below it; it knows

@@ -28,25 +28,11 @@ from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
 
 
-class LoadTakeover:
-    """One `dcp.load`, on one rank, whose planning dcp_mem takes over."""
-
-    def __init__(self, call: PlanningCall) -> None:
-        """Put a stand-in in place of DCP's planner, unless there is one already.
-
-        `call`: the planning step of DCP; dcp_mem can plan as its planner would.
-        """
-        known = call.planner if isinstance(call.planner, _StandIn) else None
-        self._stand_in = known or _StandIn(call)
-        call.replace_planner(self._stand_in)
-
-    def begin(self, opened: OpenCheckpoint, ranks: Ranks | None) -> Metadata:
-        """Take note of the checkpoint to load; return its metadata, made when it is looked at.
-
-        `ranks`: those that load together, if all of them plan by themselves; else None.
-        """
-        self._stand_in.opened, self._stand_in.ranks = opened, ranks
-        return LazyMetadata(lambda: opened.metadata)
+def take_over(call: PlanningCall) -> _StandIn:
+    """Put a stand-in in place of the planner of one `dcp.load`, unless there is one already."""
+    stand_in = call.planner if isinstance(call.planner, _StandIn) else _StandIn(call)
+    call.replace_planner(stand_in)
+    return stand_in
 
 
 def guard_planner(call: PlanningCall, ranks: Ranks, give_up: Callable[[], None]) -> None:
@@ -82,11 +68,31 @@ def taken_over(plan: LoadPlan, planner: LoadPlanner) -> tuple[LoadPlan | Reads, 
     return planner.reads, planner.own
 
 
-class _Guarded(LoadPlanner):
+class _InPlace(LoadPlanner):
+    """Stands in the place of DCP's planner, and hands on to it what it doesn't do itself."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self.planner = planner
+
+    def create_local_plan(self) -> LoadPlan:
+        return self.planner.create_local_plan()
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self.planner.load_bytes(read_item, value)
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        return self.planner.resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+        self.planner.commit_tensor(read_item, tensor)
+
+
+class _Guarded(_InPlace):
     """DCP's planner, whose errors leave no rank waiting, and nothing open."""
 
     def __init__(self, planner: LoadPlanner, ranks: Ranks, give_up: Callable[[], None]) -> None:
-        self.planner, self._ranks, self._give_up = planner, ranks, give_up
+        super().__init__(planner)
+        self._ranks, self._give_up = ranks, give_up
 
     @picklable
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
@@ -108,15 +114,6 @@ class _Guarded(LoadPlanner):
         with _giving_up(self._give_up), leaving_on_error(self._ranks):
             return self.planner.finish_plan(central_plan)
 
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        self.planner.load_bytes(read_item, value)
-
-    def resolve_tensor(self, read_item: Any) -> Any:
-        return self.planner.resolve_tensor(read_item)
-
-    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
-        self.planner.commit_tensor(read_item, tensor)
-
 
 @contextmanager
 def _giving_up(give_up: Callable[[], None]) -> Iterator[None]:
@@ -128,7 +125,7 @@ def _giving_up(give_up: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-class _StandIn(LoadPlanner):
+class _StandIn(_InPlace):
     """Plans in the place of DCP's planner.
 
     `own`: of dcp_mem; unpickles freely, as DCP's does. `opened`: the checkpoint; None as long as
@@ -137,7 +134,7 @@ class _StandIn(LoadPlanner):
     """
 
     def __init__(self, call: PlanningCall) -> None:
-        self.planner = call.planner
+        super().__init__(call.planner)
         self.own = LocalLoadPlanner(
             weights_only=False, allow_partial_load=call.planner.allow_partial_load
         )
@@ -146,12 +143,12 @@ class _StandIn(LoadPlanner):
         self.reads: LoadPlan | Reads | None = None
         self._state, self._is_coordinator = call.state_dict, call.is_coordinator
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
+    def begin(self, opened: OpenCheckpoint, ranks: Ranks | None) -> Metadata:
+        """Take note of what to load; return its metadata, made when it is looked at."""
+        self.opened, self.ranks = opened, ranks
+        return LazyMetadata(lambda: opened.metadata)
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         return
 
     @picklable
@@ -176,12 +173,3 @@ class _StandIn(LoadPlanner):
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         return central_plan
-
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        self.own.load_bytes(read_item, value)
-
-    def resolve_tensor(self, read_item: Any) -> Any:
-        return self.own.resolve_tensor(read_item)
-
-    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
-        self.own.commit_tensor(read_item, tensor)

@@ -13,8 +13,7 @@ from dcp_mem.common.parallel import in_parallel
 from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
-from dcp_mem.loading.payloads import TableIndex, table_index
-from dcp_mem.loading.pending import PendingItem, PendingItems
+from dcp_mem.loading.pending import PendingItem, PendingItems, TableIndex, table_index
 from dcp_mem.loading.sources.base import Source
 from dcp_mem.memory.copying import copy_here
 from dcp_mem.policy.pieces import Extent, cut, merged

@@ -21,7 +21,7 @@ from dcp_mem.loading.find import open_next, open_without
 from dcp_mem.loading.finish import RecoveryReport, record_load, report_of, restore_redundancy
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
 from dcp_mem.loading.open import OpenCheckpoint
-from dcp_mem.loading.plan import plan_again, planned_names, plans_alone
+from dcp_mem.loading.plan import plan_again, planned_names, plans_alone, reads_of
 from dcp_mem.loading.read import Reading, read_items
 from dcp_mem.loading.shared_fetch import LoadGroup
 from dcp_mem.loading.sources.base import SOURCE_ERRORS
@@ -163,16 +163,21 @@ def _read_together(
         across_nodes=request.across_nodes,
         transport=request.settings.transport,
     )
-    reading = Reading(
-        opened=opened,
-        plan=plan,
-        planner=planner,
-        verify=request.verify,
-        weights_only=request.weights_only,
-        troubles=[],
-    )
+    troubles = list[str]()
+
+    def read_all() -> Counter[str]:
+        reading = Reading(
+            opened=opened,
+            plan=plan if isinstance(plan, Reads) else reads_of(opened, plan, planner),
+            planner=planner,
+            verify=request.verify,
+            weights_only=request.weights_only,
+            troubles=troubles,
+        )
+        return read_items(reading, group)
+
     with collector_paused():
-        read = attempt(lambda: read_items(reading, group))
+        read = attempt(read_all)
     text, damaged = _failure_text(read.error), _damaged_in_memory(load, opened, read.error)
     local = planner if isinstance(planner, LocalLoadPlanner) else None
     left_out = attempt(bytes if local is None else local.left_out)
@@ -181,7 +186,7 @@ def _read_together(
     own = _Outcome(
         failures=((rank, text),) if text else (),
         damaged=frozenset() if damaged is None else frozenset({damaged}),
-        texts={text: (rank, number) for number, text in enumerate(reading.troubles)},
+        texts={text: (rank, number) for number, text in enumerate(troubles)},
         used=read.value if read.error is None else Counter(),
         recorder=(load.memory is None, rank),
         left_out=left_out.value if left_out.error is None else b"",

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from math import prod
 from typing import Any
 
+import numpy as np
+import torch
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     _EmptyStateDictLoadPlanner,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import on_all_ranks
-from dcp_mem.errors import NotOfOneSave
+from dcp_mem.common.sharded_tensor import ShardedTensor
+from dcp_mem.errors import NotOfOneSave, SegmentCorrupt, UntrustedMetadata
+from dcp_mem.format.metadata_by_entry import numel_of
+from dcp_mem.format.sizes import refuse_beyond_file
 from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.loading.sources.base import PEERS
 from dcp_mem.memory.cuda_batches import may_copy_to_device
 from dcp_mem.planning.load_planner import LocalLoadPlanner
-from dcp_mem.planning.reads import Reads
+from dcp_mem.planning.reads import DirectRead, ItemRead, Reads, Saved
 
 
 def plan_together(
@@ -119,4 +129,108 @@ def _plan_by_catalog(
         description.save_id,
         description.tails,
         into_devices=may_copy_to_device(),
+    )
+
+
+# -- what torch's plans say ------------------------------------------------------------------------
+
+
+def reads_of(opened: OpenCheckpoint, plan: LoadPlan, planner: LoadPlanner) -> Reads:
+    """Return what a plan of torch's reads, item by item, by DCP's metadata.
+
+    Raises UntrustedMetadata, SizeRefused, SegmentCorrupt.
+    """
+    _refuse_gaps(opened, plan, planner)
+    items = list(_items_of(opened, plan))
+    none = np.empty(0, np.int64)
+    return Reads(
+        files=(),
+        payloads=DirectRead(file=none, address=none, offset=none, nbytes=none, device=none),
+        rest=lambda: items,
+        items_beside_host=lambda: items,
+        everything=lambda: items,
+        casts={},
+    )
+
+
+def _refuse_gaps(opened: OpenCheckpoint, plan: LoadPlan, planner: LoadPlanner) -> None:
+    """Raise SegmentCorrupt where the checkpoint lacks a part of a tensor that is to be loaded.
+
+    Torch leaves such a part as it was. Tensors of another size are the planner's own business.
+    """
+    if not isinstance(planner, DefaultLoadPlanner):
+        return
+    found: Counter[str] = Counter()
+    for request in plan.items:
+        found[request.dest_index.fqn] += prod(request.lengths)
+    for name, saved in opened.metadata.state_dict_metadata.items():
+        tensor: Any = planner.state_dict.get(name)
+        if not isinstance(saved, TensorStorageMetadata) or not hasattr(tensor, "size"):
+            continue
+        held = numel_of(saved.chunks)
+        if held < prod(saved.size) and tensor.size() == saved.size:
+            wanted = _local_elements(tensor)
+            if found[name] < wanted:
+                lack = f"it has {found[name]} of the {wanted} elements of {name} that are wanted"
+                raise _corrupt(opened, lack)
+
+
+def _local_elements(tensor: Any) -> int:
+    """Return how many elements of a tensor this rank holds."""
+    if isinstance(tensor, ShardedTensor):
+        return sum(shard.tensor.numel() for shard in tensor.local_shards())
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel()
+
+
+def _corrupt(opened: OpenCheckpoint, detail: str) -> SegmentCorrupt:
+    source = opened.sources[0].label if opened.sources else PEERS
+    return SegmentCorrupt(opened.choice.name, 0, source, detail)
+
+
+def _items_of(opened: OpenCheckpoint, plan: LoadPlan) -> Iterator[ItemRead]:
+    metadata, file_nbytes = opened.metadata, opened.description.file_nbytes
+    for request in plan.items:
+        info = metadata.storage_data.get(request.storage_index)
+        if info is None:
+            missing = f"its metadata doesn't say where {request.storage_index.fqn} lies"
+            raise _corrupt(opened, missing)
+        if "/" in info.relative_path or info.relative_path in ("", "..", "."):
+            raise UntrustedMetadata(
+                f"metadata that names a file outside of the checkpoint: {info.relative_path}"
+            )
+        if file_nbytes is not None:
+            _refuse_beyond_file(opened, info, file_nbytes, request)
+        transforms = getattr(info, "transform_descriptors", None) or ()
+        yield ItemRead(
+            request=request,
+            file=info.relative_path,
+            offset=info.offset,
+            length=info.length,
+            saved=_saved(metadata, request),
+            transforms=transforms,
+        )
+
+
+def _refuse_beyond_file(
+    opened: OpenCheckpoint, info: Any, file_nbytes: Mapping[str, int], request: ReadItem
+) -> None:
+    """Hold an item of a checkpoint that torch's own writer made against its file's size."""
+    file = info.relative_path
+    if file not in file_nbytes:
+        raise _corrupt(opened, f"{file} does not exist")
+    what = f"{request.storage_index.fqn} in {file} of checkpoint {opened.choice.name!r}"
+    refuse_beyond_file(info.offset, info.length, file_nbytes[file], what)
+
+
+def _saved(metadata: Metadata, request: ReadItem) -> Saved | None:
+    """Return dtype and shape of a chunk as it was saved; None for what isn't a tensor."""
+    known = metadata.state_dict_metadata.get(request.storage_index.fqn)
+    if not isinstance(known, TensorStorageMetadata):
+        return None
+    chunks, hint, offset = known.chunks, request.storage_index.index, request.storage_index.offset
+    if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
+        return known.properties.dtype, chunks[hint].sizes
+    return next(
+        ((known.properties.dtype, chunk.sizes) for chunk in chunks if chunk.offsets == offset), None
     )

@@ -7,34 +7,32 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
-from typing import Any
 
 import numpy as np
-import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.log import log
-from dcp_mem.common.sharded_tensor import ShardedTensor
-from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, UntrustedMetadata
+from dcp_mem.errors import ManifestInvalid, SegmentCorrupt
 from dcp_mem.format import names
-from dcp_mem.format.metadata_by_entry import numel_of
-from dcp_mem.format.sizes import refuse_beyond_file
 from dcp_mem.loading.device_reads import read_payloads
 from dcp_mem.loading.fetch import Fetcher, fetch_all
 from dcp_mem.loading.open import OpenCheckpoint
-from dcp_mem.loading.payloads import PendingPayloads, TableIndex, table_index
-from dcp_mem.loading.pending import PendingItem, PendingItems
+from dcp_mem.loading.pending import (
+    PendingItem,
+    PendingItems,
+    PendingPayloads,
+    TableIndex,
+    table_index,
+)
 from dcp_mem.loading.shared_fetch import LoadGroup, fetch_together
 from dcp_mem.loading.sources.base import PEERS, SOURCE_ERRORS, RemoteSource, Source
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.device_copies import current_stream, on_stream_of
 from dcp_mem.planning.plain_tensors import HOST, PLAIN
-from dcp_mem.planning.reads import DirectRead, ItemRead, Reads, Saved
+from dcp_mem.planning.reads import DirectRead, ItemRead, Reads
 
 _MOST_NAMES = 8
 _MOST_BUFFERED = 256 << 20
@@ -47,7 +45,7 @@ class Reading:
     """An opened checkpoint, the plan to read from it, and the way to read it."""
 
     opened: OpenCheckpoint
-    plan: LoadPlan | Reads
+    plan: Reads
     planner: LoadPlanner  # resolves tensors, and is given the bytes
     verify: bool  # hold bytes against checksums
     weights_only: bool
@@ -61,20 +59,14 @@ class Reading:
 
     def by_file(self) -> dict[str, _OfFile]:
         """Return all that is read, segment by segment."""
-        if isinstance(self.plan, Reads):
-            return _by_file(self.plan.items_beside_host(), self.plan.direct_reads(on_host=True))
-        _refuse_gaps(self.opened, self.plan, self.planner)
-        return _by_file(_items_of(self.opened, self.plan))
+        return _by_file(self.plan.items_beside_host(), self.plan.direct_reads(on_host=True))
 
     def names(self, file: str, start: int, stop: int) -> str:
         """Return the names of the first few items that lie in these bytes, for people."""
-        items = (
-            self.plan.everything()
-            if isinstance(self.plan, Reads)
-            else _items_of(self.opened, self.plan)
-        )
         named = [
-            one for one in items if one.file == file and one.offset < stop and start < one.stop
+            one
+            for one in self.plan.everything()
+            if one.file == file and one.offset < stop and start < one.stop
         ]
         named.sort(key=lambda one: one.offset)
         return ", ".join(one.request.storage_index.fqn for one in named[:_MOST_NAMES])
@@ -87,15 +79,15 @@ def read_items(reading: Reading, group: LoadGroup) -> Counter[str]:
     them need is fetched once. Where it fails, some tensors hold new bytes already. Returns bytes
     that this rank took, by the label of the source. Raises SegmentCorrupt, UntrustedObject.
     """
-    opened, plan = reading.opened, reading.plan
+    opened = reading.opened
     if opened.choice.holders:
         return _read_from_all_nodes(reading, group)
     if not opened.choice.memory:
         return _read_from_storage(reading, group)
     nearest = opened.sources[0]
-    if isinstance(plan, LoadPlan) or not isinstance(nearest, MemorySource):
+    if not isinstance(nearest, MemorySource):
         return _read_by_file(reading)
-    return _read_from_own_memory(reading, plan, nearest)
+    return _read_from_own_memory(reading, nearest)
 
 
 @dataclass(slots=True)
@@ -118,13 +110,11 @@ def _by_file(
 # -- from this node's memory alone -----------------------------------------------------------------
 
 
-def _read_from_own_memory(reading: Reading, plan: Reads, memory: MemorySource) -> Counter[str]:
-    """Read by columns where the plan has such, and item by item what is left."""
+def _read_from_own_memory(reading: Reading, memory: MemorySource) -> Counter[str]:
+    """Read all from memory; where that fails, each segment from the nearest source after all."""
     sources = reading.opened.sources
     try:
-        nbytes = _read_columns(memory, reading, plan)
-        # Not from another source: damage that shows here is damage of what was read above, too.
-        return Counter({memory.label: nbytes + _read_from(memory, reading, _by_file(plan.rest()))})
+        return Counter({memory.label: _read_local(memory, reading, lambda file: True)})
     except SOURCE_ERRORS as error:
         if len(sources) == 1:
             raise
@@ -132,12 +122,12 @@ def _read_from_own_memory(reading: Reading, plan: Reads, memory: MemorySource) -
         return _read_by_file(reading)
 
 
-def _note_writes(reading: Reading, plan: Reads) -> None:
+def _note_writes(reading: Reading) -> None:
     """Raise torch's counters of writes of tensors on devices, which are written to by address.
 
     A later save may tell by them whether a frozen tensor has changed.
     """
-    if (plan.payloads.device == HOST).all():
+    if (reading.plan.payloads.device == HOST).all():
         return
     assert isinstance(reading.planner, DefaultLoadPlanner)
     leaves = reading.planner.state_dict.values()
@@ -145,22 +135,6 @@ def _note_writes(reading: Reading, plan: Reads) -> None:
     increment_version(
         [one for one in tensors if type(one) in PLAIN and one.is_cuda and not one.is_inference()]
     )
-
-
-def _read_columns(
-    memory: MemorySource,
-    reading: Reading,
-    plan: Reads,
-    is_wanted: Callable[[str], bool] = lambda file: True,
-) -> int:
-    """Read payloads of segments that lie here straight into tensors; return their bytes."""
-    _note_writes(reading, plan)
-    nbytes = 0
-    for file, payloads in plan.direct_reads():
-        if is_wanted(file):
-            read_payloads(memory, file, payloads, verify=reading.verify)
-            nbytes += int(payloads.nbytes.sum())
-    return nbytes
 
 
 def _read_by_file(reading: Reading) -> Counter[str]:
@@ -226,7 +200,7 @@ def _read_from_all_nodes(reading: Reading, group: LoadGroup) -> Counter[str]:
     def read_local() -> None:
         if memory is not None:
             with on_stream_of(launching):
-                used[memory.label] += _read_local(memory, reading)
+                used[memory.label] += _read_local(memory, reading, memory.has)
 
     group = replace(
         group,
@@ -251,23 +225,27 @@ def _not_in(memory: MemorySource | None, reading: Reading) -> dict[str, _OfFile]
     """Return what doesn't lie in this node's memory."""
     if memory is None:
         return reading.by_file()
-    if isinstance(reading.plan, Reads):
-        # Thousands of items for devices are made only where some segments don't lie here.
-        files = {file for file, _ in reading.plan.direct_reads()}
-        files |= {item.file for item in reading.plan.rest()}
-        if all(map(memory.has, files)):
-            return {}
+    # Thousands of items for devices are made only where some segments don't lie here.
+    files = {file for file, _ in reading.plan.direct_reads()}
+    files |= {item.file for item in reading.plan.rest()}
+    if all(map(memory.has, files)):
+        return {}
     return {file: found for file, found in reading.by_file().items() if not memory.has(file)}
 
 
-def _read_local(memory: MemorySource, reading: Reading) -> int:
-    """Read what lies in this node's memory; return its bytes."""
+def _read_local(memory: MemorySource, reading: Reading, is_wanted: Callable[[str], bool]) -> int:
+    """Read these segments from this node's memory; return the bytes.
+
+    Payloads go straight into tensors, by columns; then comes what is left, item by item.
+    """
     plan, nbytes = reading.plan, 0
-    if isinstance(plan, Reads):
-        nbytes = _read_columns(memory, reading, plan, memory.has)
-    rest = _by_file(plan.rest()) if isinstance(plan, Reads) else reading.by_file()
-    here = {file: of_file for file, of_file in rest.items() if memory.has(file)}
-    return nbytes + _read_from(memory, reading, here)
+    _note_writes(reading)
+    for file, payloads in plan.direct_reads():
+        if is_wanted(file):
+            read_payloads(memory, file, payloads, verify=reading.verify)
+            nbytes += int(payloads.nbytes.sum())
+    here = [item for item in plan.rest() if is_wanted(item.file)]
+    return nbytes + _read_from_memory(memory, reading, _by_file(here))
 
 
 # -- from one source -------------------------------------------------------------------------------
@@ -371,93 +349,3 @@ def _prepared(
             payloads[file] = found
         pending += _pending(source, reading, file, of_file.items, index, by_blocks=by_blocks)
     return fetcher, PendingItems(pending, payloads)
-
-
-# -- what torch's plans say ------------------------------------------------------------------------
-
-
-def _refuse_gaps(opened: OpenCheckpoint, plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Raise SegmentCorrupt where the checkpoint lacks a part of a tensor that is to be loaded.
-
-    Torch leaves such a part as it was. Tensors of another size are the planner's own business.
-    """
-    if not isinstance(planner, DefaultLoadPlanner):
-        return
-    found: Counter[str] = Counter()
-    for request in plan.items:
-        found[request.dest_index.fqn] += prod(request.lengths)
-    for name, saved in opened.metadata.state_dict_metadata.items():
-        tensor: Any = planner.state_dict.get(name)
-        if not isinstance(saved, TensorStorageMetadata) or not hasattr(tensor, "size"):
-            continue
-        held = numel_of(saved.chunks)
-        if held < prod(saved.size) and tensor.size() == saved.size:
-            wanted = _local_elements(tensor)
-            if found[name] < wanted:
-                lack = f"it has {found[name]} of the {wanted} elements of {name} that are wanted"
-                raise _corrupt(opened, lack)
-
-
-def _local_elements(tensor: Any) -> int:
-    """Return how many elements of a tensor this rank holds."""
-    if isinstance(tensor, ShardedTensor):
-        return sum(shard.tensor.numel() for shard in tensor.local_shards())
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel()
-
-
-def _corrupt(opened: OpenCheckpoint, detail: str) -> SegmentCorrupt:
-    source = opened.sources[0].label if opened.sources else PEERS
-    return SegmentCorrupt(opened.choice.name, 0, source, detail)
-
-
-def _items_of(opened: OpenCheckpoint, plan: LoadPlan) -> Iterator[ItemRead]:
-    """Yield the items of a plan of torch's, by DCP's metadata.
-
-    Raises UntrustedMetadata, SizeRefused, SegmentCorrupt.
-    """
-    metadata, file_nbytes = opened.metadata, opened.description.file_nbytes
-    for request in plan.items:
-        info = metadata.storage_data.get(request.storage_index)
-        if info is None:
-            missing = f"its metadata doesn't say where {request.storage_index.fqn} lies"
-            raise _corrupt(opened, missing)
-        if "/" in info.relative_path or info.relative_path in ("", "..", "."):
-            raise UntrustedMetadata(
-                f"metadata that names a file outside of the checkpoint: {info.relative_path}"
-            )
-        if file_nbytes is not None:
-            _refuse_beyond_file(opened, info, file_nbytes, request)
-        transforms = getattr(info, "transform_descriptors", None) or ()
-        yield ItemRead(
-            request=request,
-            file=info.relative_path,
-            offset=info.offset,
-            length=info.length,
-            saved=_saved(metadata, request),
-            transforms=transforms,
-        )
-
-
-def _refuse_beyond_file(
-    opened: OpenCheckpoint, info: Any, file_nbytes: Mapping[str, int], request: ReadItem
-) -> None:
-    """Hold an item of a checkpoint that torch's own writer made against its file's size."""
-    file = info.relative_path
-    if file not in file_nbytes:
-        raise _corrupt(opened, f"{file} does not exist")
-    what = f"{request.storage_index.fqn} in {file} of checkpoint {opened.choice.name!r}"
-    refuse_beyond_file(info.offset, info.length, file_nbytes[file], what)
-
-
-def _saved(metadata: Metadata, request: ReadItem) -> Saved | None:
-    """Return dtype and shape of a chunk as it was saved; None for what isn't a tensor."""
-    known = metadata.state_dict_metadata.get(request.storage_index.fqn)
-    if not isinstance(known, TensorStorageMetadata):
-        return None
-    chunks, hint, offset = known.chunks, request.storage_index.index, request.storage_index.offset
-    if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
-        return known.properties.dtype, chunks[hint].sizes
-    return next(
-        ((known.properties.dtype, chunk.sizes) for chunk in chunks if chunk.offsets == offset), None
-    )

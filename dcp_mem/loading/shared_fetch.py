@@ -22,8 +22,7 @@ from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.loading.fetch import Fetcher, fetch_all
-from dcp_mem.loading.neighbours import Door, network_namespace
-from dcp_mem.loading.peers import LoadPeers, PeerTransfer
+from dcp_mem.loading.peers import Door, LoadPeers, PeerTransfer, network_namespace
 from dcp_mem.loading.pending import PendingItems
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.root import node_id, open_root

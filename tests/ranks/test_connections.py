@@ -25,7 +25,7 @@ from dcp_mem.comm.peers import PeerLost, Peers
 from dcp_mem.comm.timed_store import TimedStore
 from dcp_mem.comm.tree import tree_of
 from dcp_mem.comm.wire import TcpWire
-from dcp_mem.loading import neighbours
+from dcp_mem.loading.peers import Door
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.replicating.plan import copies_of, stripes_of
 from tests.support.checkpoints.jobs import Job
@@ -115,7 +115,7 @@ def _receives(ranks: Ranks) -> None:
 
 
 def _gives_to_a_neighbour(ranks: Ranks) -> None:
-    neighbours.Door().welcome(b"token", [1], 600, ranks.look)
+    Door().welcome(b"token", [1], 600, ranks.look)
 
 
 @pytest.mark.parametrize("act", [_sends, _receives, _gives_to_a_neighbour])

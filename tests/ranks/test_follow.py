@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner, Result
+from click.testing import Result
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -32,15 +32,8 @@ from dcp_mem import (
     MemoryStorageWriter,
     RankFailed,
     SegmentCorrupt,
-    StorageUnavailable,
     WaitTimeout,
 )
-from dcp_mem.cli.main import main
-from dcp_mem.following import look
-from dcp_mem.loading import open as opening
-from dcp_mem.loading.sources.stored import StorageSource
-from dcp_mem.storage import Storage
-from dcp_mem.storage.listing import checkpoint_names
 from tests.support import REPOSITORY
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import (
@@ -55,8 +48,10 @@ from tests.support.checkpoints.jobs import (
     wait_until,
 )
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
+from tests.support.command import command
 from tests.support.processes.forks import Forks, forked_ranks, forking, raised_by
 from tests.support.processes.launch import TORCHRUN, run_python, running_python
+from tests.support.storage.patience import asked_once
 from tests.support.storage.servers import StorageRoot
 
 pytestmark = pytest.mark.timeout(120)
@@ -606,12 +601,8 @@ def test_what_can_t_be_opened_or_read_just_now_comes_later_and_what_is_damaged_d
     with _saving(job, on_slow_storage="all") as save_all:
         save_all(1, 2)
     (segment,) = (Path(job.url or "") / "step-2").glob("__0_0-*.distcp")
-    described_by, preadv, is_failing = opening._described_by, os.preadv, True
-
-    def described_or_not(source: StorageSource, files: Any) -> Any:
-        if is_failing and "step-2" in str(files):
-            raise StorageUnavailable(source.label, "an outage")
-        return described_by(source, files)
+    (catalog,) = segment.parent.rglob("catalog-*")
+    aside, preadv, is_failing = catalog.with_name("aside"), os.preadv, True
 
     def read_or_fail(descriptor: int, *given: Any) -> int:
         if is_failing and Path(f"/proc/self/fd/{descriptor}").resolve() == segment:
@@ -619,16 +610,17 @@ def test_what_can_t_be_opened_or_read_just_now_comes_later_and_what_is_damaged_d
         return preadv(descriptor, *given)
 
     if trouble == "opening":
-        monkeypatch.setattr(opening, "_described_by", described_or_not)
+        catalog.rename(aside)
     elif trouble == "reading":
         monkeypatch.setattr(os, "preadv", read_or_fail)
     else:
         _flip_row(segment, 2.0)
-    monkeypatch.setattr(look, "_LOOK_AGAIN_SECONDS", 0.1)
     state, seen = _part(), []
     for _ in _follow(elsewhere, state, timeout=1):
         seen.append(_number(state))
         is_failing = False
+        if aside.exists():
+            aside.rename(catalog)
     assert seen == ([1] if trouble == "damage" else [1, 2])
 
 
@@ -636,21 +628,22 @@ def _follow_with_an_outage(job: Job) -> tuple[int, list[str]]:
     """Storage doesn't answer to a rank's first reads of segments, for longer than it is asked."""
     said: list[str] = []
     failures: list[str] = []
-    read_into = StorageSource.read_into
+    preadv = os.preadv
 
-    def read_or_fail(self: StorageSource, file: str, *arguments: Any) -> None:
-        if dist.get_rank() == 0 and len(failures) < 2:
+    def read_or_fail(descriptor: int, *given: Any) -> int:
+        file = os.readlink(f"/proc/self/fd/{descriptor}")
+        if dist.get_rank() == 0 and len(failures) < 2 and file.endswith(".distcp"):
             failures.append(file)
-            raise StorageUnavailable(self.label, "an outage")
-        read_into(self, file, *arguments)
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return preadv(descriptor, *given)
 
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dcp_mem").addHandler(handler)
-    StorageSource.read_into = read_or_fail  # type: ignore[method-assign, assignment]
-    look._LOOK_AGAIN_SECONDS = 0.1
+    os.preadv = read_or_fail  # type: ignore[assignment]
     state = _columns()
-    next(iter(_follow(job, state)))
+    with asked_once():
+        next(iter(_follow(job, state)))
     return _number(state), [one for one in said if "trying again" in one]
 
 
@@ -696,14 +689,19 @@ def test_the_last_checkpoint_of_a_run_comes_and_then_the_end_though_storage_was_
     assert [one.name for one in _follow(job, **ended)] == ["step-2"]
     failures: list[str] = []
 
-    def names_or_none(storage: Storage) -> list[str]:
-        if len(failures) < 3:
-            failures.append(storage.url)
-            raise StorageUnavailable(storage.url, "an outage")
-        return checkpoint_names(storage)
+    scandir = os.scandir
 
-    monkeypatch.setattr("dcp_mem.loading.survey.checkpoint_names", names_or_none)
-    assert [one.name for one in _follow(job, only_durable=True, **ended)] == ["step-2"]
+    def scan_or_fail(path: Any = ".") -> Any:
+        is_root = isinstance(path, str) and os.path.realpath(path) == job.url
+        if is_root and len(failures) < 3:
+            failures.append(str(path))
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan_or_fail)
+    with asked_once():
+        assert [one.name for one in _follow(job, only_durable=True, **ended)] == ["step-2"]
+    assert failures
 
 
 def test_memory_of_an_earlier_run_doesn_t_end_the_one_that_goes_on_elsewhere(
@@ -721,13 +719,12 @@ def test_memory_of_an_earlier_run_doesn_t_end_the_one_that_goes_on_elsewhere(
 
 
 def test_nothing_in_time_is_said_once_and_an_error_that_says_where_it_looked(
-    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(look, "_COMPLAIN_SECONDS", 0.05)
     with _saving(Job(None, job.memory, name="neighbour")) as save_all:
         save_all(1)
         with pytest.raises(WaitTimeout) as error:
-            list(_follow(job, timeout=0.3))
+            list(_follow(job, timeout=0.5))
     for part in (str(job.url), job.memory, "job job", "neighbour", "memory_root="):
         assert part in str(error.value)
     assert not job.directory.exists()
@@ -743,17 +740,17 @@ def test_surveys_at_each_look_keep_no_follower_from_its_end(job: Job, ranks: int
 
 def _follow_with_a_survey_each_time(job: Job) -> str:
     """A run that has ended, one that never comes, and one of which nothing becomes durable."""
-    look._LOOK_AGAIN_SECONDS = 0.0
     with job.writer(agent="thread") as writer:
         save(writer, 1)
-    (followed,) = _follow(job, timeout=None, until_ended=True)
+    (followed,) = _follow(job, timeout=None, until_ended=True, poll_seconds=1e-9)
+    nothing = Job(None, job.memory, name="none")
     with pytest.raises(WaitTimeout):
-        list(_follow(Job(None, job.memory, name="none"), timeout=0.3, until_ended=True))
+        list(_follow(nothing, timeout=0.3, until_ended=True, poll_seconds=1e-9))
     kept = Job(f"{job.url}-kept", job.memory, name="kept")
     with kept.writer(persist=False) as writer:
         save(writer, 1)
         with pytest.raises(WaitTimeout):
-            list(_follow(kept, only_durable=True, timeout=0.3))
+            list(_follow(kept, only_durable=True, timeout=0.3, poll_seconds=1e-9))
     return followed.name
 
 
@@ -822,7 +819,7 @@ def _started(job: Job, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def _run(job: Job, *arguments: str) -> Result:
-    return CliRunner().invoke(main, _command(job, *arguments))
+    return command(*_command(job, *arguments))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,6 @@ def _load_where_a_read_fails(
         return read_or_fail
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemorySource, "read", failing(MemorySource.read))
         patch.setattr(MemorySource, "read_many", failing(MemorySource.read_many))
         return _load(memory_root, path, nodes)
 

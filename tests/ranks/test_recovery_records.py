@@ -1,150 +1,88 @@
 """`recoveries.jsonl`: each load adds a record in memory and on storage, and never fails for it."""
 
+import json
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_mem import ConfigError
-from dcp_mem.common.values import RECOVERIES
-from dcp_mem.config import checkpoint_name
-from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries, to_lines
-from dcp_mem.loading.finish import leave_record
-from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.recoveries import add_recovery, recoveries_in
-from dcp_mem.storage import Storage
-from dcp_mem.storage.posix import PosixStorage
-from dcp_mem.storage.recoveries import recoveries_on
+import dcp_mem
 from tests.support.checkpoints.damage import flip
-from tests.support.checkpoints.jobs import Job, load_anew, save, save_in_two_places
+from tests.support.checkpoints.jobs import Job, load_anew, save, save_in_two_places, wait_until
 from tests.support.processes.forks import forked_ranks
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
-RECORDS = st.builds(
-    RecoveryRecord,
-    token=st.text("0123456789abcdef", min_size=12, max_size=12),
-    time=st.integers(1, 4_000_000_000).map(float) | st.just(1795205846.676303),
-    name=TEXTS,
-    save_id=TEXTS,
-    step=st.none() | st.integers(0, 1 << 60),
-    seconds=st.integers(0, 1 << 40).map(lambda number: number / 64),
-    sources=st.dictionaries(
-        st.sampled_from(["memory", "peers", "storage"]), st.integers(0, 1 << 60)
-    ),
-    passed_over=st.lists(TEXTS, max_size=3).map(tuple),
-    world_size=st.integers(0, 100_000),
-)
+_FILE = "recoveries.jsonl"
+_MOST = 1000
+_GOOD = {
+    "token": "0123456789ab",
+    "time": "2026-11-28T10:00:00.000000+00:00",
+    "name": "step-0",
+    "save_id": "",
+    "step": None,
+    "seconds": 1.0,
+    "sources": {"memory": 1},
+    "passed_over": [],
+    "world_size": 1,
+}
 
 
-def _in_memory(job: Job) -> list[RecoveryRecord]:
-    return recoveries_in(JobMemory(job.memory, job.name or ""))
+def _lines_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _on_storage(job: Job) -> list[RecoveryRecord]:
-    return recoveries_on(PosixStorage(job.url or ""))
+def _in_memory(job: Job) -> list[dict[str, Any]]:
+    return _lines_in(job.directory / _FILE)
+
+
+def _on_storage(job: Job) -> list[dict[str, Any]]:
+    return _lines_in(Path(job.url or "", ".dcp_mem", _FILE))
 
 
 # -- the file --------------------------------------------------------------------------------------
 
 
-@given(st.lists(RECORDS, max_size=4))
-def test_what_is_written_down_is_read_back(records: list[RecoveryRecord]) -> None:
-    assert from_lines(to_lines(records)) == records
-
-
-@given(st.lists(RECORDS, max_size=3), st.binary(max_size=40))
-def test_damage_costs_the_damaged_line_only(records: list[RecoveryRecord], damage: bytes) -> None:
-    lines = to_lines(records).splitlines()
-    assert (
-        from_lines(b"\n".join([damage.replace(b"\n", b"").replace(b"\r", b""), *lines])) == records
-    )
-
-
-_LINE = to_lines(
-    [
-        RecoveryRecord(
-            token="token",
-            time=1.0,
-            name="a",
-            save_id="",
-            step=None,
-            seconds=1.0,
-            sources={"memory": 1},
-        )
-    ]
-)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"[" * 100_000,
-        b"[]",
-        b'{"token": "a"}',
-        to_lines(
-            [
-                RecoveryRecord(
-                    token="", time=1.0, name="no token", save_id="", step=None, seconds=1.0
-                )
-            ]
-        ),
-        *(
-            _LINE.replace(b'"seconds": 1.0', b'"seconds": ' + figure)
-            for figure in (b"-1", b"1e999", b"NaN", b"[]")
-        ),
-        _LINE.replace(b'"memory": 1', b'"memory": -1'),
-        _LINE.replace(b"+00:00", b""),
-    ],
-    ids=lambda line: line[:8].decode(),
-)
-def test_a_line_that_is_no_record_is_passed_over(line: bytes) -> None:
-    assert len(from_lines(_LINE)) == 1
-    assert from_lines(line) == []
-
-
-def test_of_too_many_the_last_ones_stay_each_once() -> None:
-    records = [
-        RecoveryRecord(
-            token=f"{number:03}",
-            time=float(number + 1),
-            name="a",
-            save_id="",
-            step=None,
-            seconds=1.0,
-        )
-        for number in range(9)
-    ]
-    assert merge_recoveries(records[5:], records[:7], most=4) == records[5:]
-
-
-def test_in_memory_the_last_ones_stay_whatever_the_others_are(
-    memory_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dcp_mem.memory.recoveries.MOST_RECOVERIES", 4)
-    job = Job(None, str(memory_root))
-    job.directory.mkdir(mode=0o700)
-    path = job.directory / RECOVERIES
+def test_damaged_lines_are_passed_over_and_the_others_are_kept(job: Job) -> None:
+    save_in_two_places(job)
+    good, bad = json.dumps(_GOOD).encode(), list[bytes]()
+    bad += [b"[" * 100_000, b"[]", b'{"token": "a"}', b"\xff\x00", good[:-20]]
+    bad += [json.dumps({**_GOOD, "token": ""}).encode(), good.replace(b"+00:00", b"")]
+    bad += [good.replace(b'"memory": 1', b'"memory": -1')]
+    for figure in (b"-1", b"1e999", b"NaN", b"[]"):
+        bad.append(good.replace(b'"seconds": 1.0', b'"seconds": ' + figure))
+    path = job.directory / _FILE
     path.touch(mode=0o600)
-    path.write_bytes(b"no record\n" * 5 + _LINE.rstrip())  # the last line was cut off, or edited
-    known = from_lines(_LINE)
-    for number in range(3):
-        one = replace(known[0], token=f"new-{number}", time=known[0].time + 1 + number)
-        add_recovery(JobMemory(job.memory, "job"), one)
-        known.append(one)
-        assert _in_memory(job) == known
-    assert path.read_bytes().count(b"\n") == 4
+    path.write_bytes(b"\n".join([*bad, good]))  # its last line was cut off, or edited
+    load_anew(job)
+    earlier, record = _on_storage(job)
+    assert earlier == _GOOD
+    assert (record["name"], record["world_size"]) == ("step-3", 1)
 
 
-def test_no_checkpoint_takes_the_name_of_the_file() -> None:
-    with pytest.raises(ConfigError, match="is no name"):
-        checkpoint_name(None, RECOVERIES)
+def test_of_too_many_the_last_ones_stay_each_once(job: Job) -> None:
+    save_in_two_places(job)
+    path = job.directory / _FILE
+    path.touch(mode=0o600)
+    path.write_bytes(b"no record\n" * (_MOST - 1) + json.dumps(_GOOD).encode())
+    for _ in range(3):
+        load_anew(job)
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == _MOST
+    assert [json.loads(line)["name"] for line in lines[-4:]] == ["step-0"] + ["step-3"] * 3
+    assert [one["name"] for one in _on_storage(job)] == ["step-0"] + ["step-3"] * 3
+
+
+def test_no_checkpoint_takes_the_name_of_the_file(job: Job) -> None:
+    state = {"w": torch.ones(1)}
+    with job.writer() as writer, pytest.raises(CheckpointException, match="is no name"):
+        dcp_mem.save(state, checkpoint_id=_FILE, storage_writer=writer)
 
 
 # -- loads -----------------------------------------------------------------------------------------
@@ -157,17 +95,14 @@ def test_each_load_leaves_a_line_in_both_places(job: Job) -> None:
     records = _on_storage(job)
     assert records == _in_memory(job)
     for record, report in zip(records, (newest, stored), strict=True):
-        assert (record.name, record.save_id, record.step) == (
-            report.checkpoint_id,
-            report.save_id,
-            report.step,
-        )
-        assert record.sources == report.sources
-        assert record.seconds == pytest.approx(report.seconds, abs=1e-6)
-        assert record.world_size == 1
-    assert [list(record.sources) for record in records] == [["memory"], ["storage"]]
+        told = report.checkpoint_id, report.save_id, report.step
+        assert (record["name"], record["save_id"], record["step"]) == told
+        assert record["sources"] == report.sources
+        assert record["seconds"] == pytest.approx(report.seconds, abs=1e-6)
+        assert record["world_size"] == 1
+    assert [list(record["sources"]) for record in records] == [["memory"], ["storage"]]
     assert all(
-        2466 < record.sources[kind] < 12_000
+        2466 < record["sources"][kind] < 12_000
         for record, kind in zip(records, ("memory", "storage"), strict=True)
     )
 
@@ -177,14 +112,14 @@ def test_a_job_in_memory_only_has_its_lines_there(memory_root: Path) -> None:
     with job.writer() as writer:
         save(writer, 1)
     load_anew(job)
-    assert [record.name for record in _in_memory(job)] == ["step-1"]
+    assert [record["name"] for record in _in_memory(job)] == ["step-1"]
 
 
 def test_a_node_without_memory_of_the_job_is_given_none_by_a_load(job: Job) -> None:
     save_in_two_places(job)
     shutil.rmtree(job.directory)
     load_anew(job)
-    assert [record.name for record in _on_storage(job)] == ["step-2"]
+    assert [record["name"] for record in _on_storage(job)] == ["step-2"]
     assert not job.directory.exists()
 
 
@@ -193,10 +128,10 @@ def test_of_several_ranks_one_tells_for_all(job: Job) -> None:
     reports = [loaded.report for loaded in forked_ranks(load_anew, 2, job)]
     [record] = _on_storage(job)
     assert [record] == _in_memory(job)
-    assert record.world_size == 2
-    assert record.sources == reports[0].sources == reports[1].sources
+    assert record["world_size"] == 2
+    assert record["sources"] == reports[0].sources == reports[1].sources
     # The sharded tensor is read once, the replicated one on each rank.
-    assert record.sources["memory"] > 2400 + 2 * 66
+    assert record["sources"]["memory"] > 2400 + 2 * 66
 
 
 def _save_on_nodes(memory: str) -> None:
@@ -213,9 +148,9 @@ def test_bytes_of_other_nodes_count_as_peers(memory_root: Path) -> None:
     found = forked_ranks(_load_on_other_nodes, 2, str(memory_root))
     [record] = _in_memory(Job(None, f"{memory_root}/node1"))  # of rank 0
     assert _in_memory(Job(None, f"{memory_root}/node0")) == []
-    assert record.sources == found[0] == found[1]
-    assert record.sources["peers"] >= 2400  # each rank's shard lies on the other's node
-    assert record.sources.keys() == {"memory", "peers"}
+    assert record["sources"] == found[0] == found[1]
+    assert record["sources"]["peers"] >= 2400  # each rank's shard lies on the other's node
+    assert record["sources"].keys() == {"memory", "peers"}
 
 
 def test_what_was_passed_over_is_in_the_line_with_the_reason(job: Job) -> None:
@@ -225,8 +160,8 @@ def test_what_was_passed_over_is_in_the_line_with_the_reason(job: Job) -> None:
     flip(segment, 900)
     assert load_anew(job).number == 1
     [record] = _on_storage(job)
-    assert record.name == "step-1"
-    assert "step-2" in record.passed_over[0]
+    assert record["name"] == "step-1"
+    assert "step-2" in record["passed_over"][0]
 
 
 def test_whoever_only_looks_leaves_no_line(job: Job) -> None:
@@ -240,9 +175,7 @@ def test_a_line_that_cannot_be_written_fails_no_load_and_storage_gets_it_later(
     job: Job, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_in_two_places(job)
-    in_the_way = (
-        job.directory if place == "memory" else Path(job.url or "", ".dcp_mem")
-    ) / RECOVERIES
+    in_the_way = (job.directory if place == "memory" else Path(job.url or "", ".dcp_mem")) / _FILE
     in_the_way.mkdir()
     with caplog.at_level(logging.INFO):
         assert load_anew(job).number == 3
@@ -251,32 +184,29 @@ def test_a_line_that_cannot_be_written_fails_no_load_and_storage_gets_it_later(
     in_the_way.rmdir()
     load_anew(job, "step-2")
     expected = ["step-3", "step-2"]
-    assert [record.name for record in _on_storage(job)] == expected
-    assert [record.name for record in _in_memory(job)] == expected[place == "memory" :]
+    assert [record["name"] for record in _on_storage(job)] == expected
+    assert [record["name"] for record in _in_memory(job)] == expected[place == "memory" :]
 
 
-class _Silent(PosixStorage):
-    """A storage that answers nothing until it is told to."""
+def test_training_goes_on_while_storage_is_silent(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_in_two_places(job)
+    on_storage, may_answer, opened = (
+        Path(job.url or "", ".dcp_mem", _FILE),
+        threading.Event(),
+        os.open,
+    )
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.may_answer, self.has_answered = threading.Event(), threading.Event()
+    def open_late(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).endswith(f"/{_FILE}") and not str(path).startswith(job.memory):
+            may_answer.wait(60)
+        return opened(path, *args, **options)
 
-    def get(self, key: str) -> bytes:
-        self.may_answer.wait(60)
-        return super().get(key)
-
-    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
-        super().put(key, data, create=create)
-        self.has_answered.set()
-
-
-def test_training_goes_on_while_storage_is_silent(tmp_path: Path) -> None:
-    storage = _Silent(str(tmp_path))
-    of_its_kind: Storage = storage
-    record = RecoveryRecord(token="token", time=1.0, name="step-1", save_id="", step=1, seconds=1.0)
-    leave_record(record, None, of_its_kind)
-    assert not storage.has_answered.is_set()
-    storage.may_answer.set()
-    assert storage.has_answered.wait(60)
-    assert recoveries_on(storage) == [record]
+    on_storage.parent.mkdir(exist_ok=True)
+    on_storage.write_text(json.dumps(_GOOD) + "\n")
+    monkeypatch.setattr(os, "open", open_late)
+    load_anew(job)
+    assert _on_storage(job) == [_GOOD]
+    may_answer.set()
+    wait_until(lambda: len(_on_storage(job)) == 2)

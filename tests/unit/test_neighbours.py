@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from dcp_mem.comm.peers import PeerLost
-from dcp_mem.loading.neighbours import Door, Giver
+from dcp_mem.loading.peers import Door, Giver
 
 _TOKEN, _SECONDS = b"0123456789abcdef", 20.0
 

@@ -27,7 +27,7 @@ from dcp_mem.loading.sources.base import (
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.checked_reads import CheckedReader
 from dcp_mem.memory.checkpoint import LocalCheckpoint, checksums_of
-from dcp_mem.memory.copying import Move, read, read_many
+from dcp_mem.memory.copying import moves_of, read, read_many
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.views import fill, lent, view_of
 from dcp_mem.planning.reads import DirectRead
@@ -102,30 +102,30 @@ class MemorySource:
 
         Raises SegmentCorrupt.
         """
-        known, data = self._checksums_of(file), self._view(file, start, stop)
+        known = self._checksums_of(file)
         if known is None:
+            data = self._view(file, start, stop)
             return data, checksum(data)
-        blocks = known[0]
-        checksums = BlockChecksums(blocks)
-        crc = checksums.add(start, data)
+        blocks, saved = known
         ends = blocks.offsets + blocks.lengths
-        first = np.searchsorted(ends, start, "right")
-        last = np.searchsorted(blocks.offsets, stop, "left")
-        for low, high in self._around(blocks, int(first), int(last), start, stop):
-            checksums.add(low, self._view(file, low, high))
-        self._compare(file, slice(int(first), int(last)), checksums.result()[first:last])
+        first = int(np.searchsorted(ends, start, "right"))
+        last = int(np.searchsorted(blocks.offsets, stop, "left"))
+        low, high = start, stop
+        if first < last:
+            low, high = min(start, int(blocks.offsets[first])), max(stop, int(ends[last - 1]))
+        view, checksums = self._view(file, low, high), BlockChecksums(blocks)
+        data = view[start - low : stop - low]
+        checksums.add(low, view[: start - low])
+        crc = checksums.add(start, data)
+        checksums.add(stop, view[stop - low :])
+        found = checksums.result()[first:last]
+        for number in np.flatnonzero(found != saved[first:last]).tolist():
+            raise self._damaged_block(file, first + number, int(found[number]))
         return data, crc
 
     def _view(self, file: str, start: int, stop: int) -> memoryview:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         return lent(self._descriptor_of(file), first, stop - first)[start - first :]
-
-    def _compare(self, file: str, numbers: slice, found: Crcs) -> None:
-        """Raise SegmentCorrupt unless these blocks have the checksums beside the segment."""
-        known = self._checksums_of(file)
-        assert known is not None
-        for number in np.flatnonzero(found != known[1][numbers]).tolist():
-            raise self._damaged_block(file, numbers.start + number, int(found[number]))
 
     def _damaged_block(self, file: str, number: int, found: int) -> SegmentCorrupt:
         known = self._checksums_of(file)
@@ -134,16 +134,6 @@ class MemorySource:
         high = low + int(known[0].lengths[number])
         sums = f"CRC32C {found:08x} where {int(known[1][number]):08x} was saved"
         return self._corrupt(self._ranks[file], f"{sums}, in bytes {low} to {high} of {file}")
-
-    def _around(
-        self, blocks: Blocks, first: int, last: int, start: int, stop: int
-    ) -> list[tuple[int, int]]:
-        """Return the bytes of blocks [first, last) before `start`, and from `stop` on."""
-        if first >= last:
-            return []
-        low = int(blocks.offsets[first])
-        high = int(blocks.offsets[last - 1] + blocks.lengths[last - 1])
-        return [extent for extent in ((low, start), (stop, high)) if extent[0] < extent[1]]
 
     def _checksums_of(self, file: str) -> tuple[Blocks, Crcs] | None:
         if file not in self._checksums:
@@ -181,13 +171,6 @@ class MemorySource:
     def _table(self, file: str) -> ItemTable | None:
         return described_table(self._read_catalog(), file) if file in self._ranks else None
 
-    def read(self, file: str, moves: Sequence[Move]) -> None:
-        """Read ranges of a segment straight into memory.
-
-        `moves`: (address, offset in the segment, bytes) each. Raises SegmentCorrupt.
-        """
-        self._read(file, lambda descriptor: read(descriptor, moves))
-
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         # In this thread: several pieces are read at once.
         self._read(file, lambda descriptor: fill(descriptor, buffers, offset))
@@ -199,14 +182,16 @@ class MemorySource:
         SegmentCorrupt.
         """
         reader = self._reader_of(file) if verify else None
-        if reader is None:
-            self._read_many(file, payloads)
-            return
-        damaged = self._guarded(
-            file, lambda: reader.read(payloads.address, payloads.offset, payloads.nbytes)
-        )
-        if damaged is not None:
-            raise self._damaged_block(file, *damaged)
+        address, offset, nbytes = payloads.address, payloads.offset, payloads.nbytes
+        if reader is not None:
+            damaged = self._guarded(file, partial(reader.read, address, offset, nbytes))
+            if damaged is not None:
+                raise self._damaged_block(file, *damaged)
+        elif nbytes.sum() > _LARGE * len(nbytes):
+            moves = moves_of(address, offset, nbytes)
+            self._read(file, lambda descriptor: read(descriptor, moves))
+        else:
+            self._read(file, lambda descriptor: read_many(descriptor, address, offset, nbytes))
 
     def units_of(
         self, file: str, payloads: DirectRead, nbytes: int, *, verify: bool
@@ -248,14 +233,6 @@ class MemorySource:
         if known is not None and file not in self._readers:
             self._readers[file] = CheckedReader(self._descriptor_of(file), *known)
         return self._readers.get(file)
-
-    def _read_many(self, file: str, payloads: DirectRead) -> None:
-        address, offset, nbytes = payloads.address, payloads.offset, payloads.nbytes
-        if nbytes.sum() > _LARGE * len(nbytes):
-            rows = zip(address.tolist(), offset.tolist(), nbytes.tolist(), strict=True)
-            self.read(file, list(rows))
-            return
-        self._read(file, lambda descriptor: read_many(descriptor, address, offset, nbytes))
 
     def _read(self, file: str, act: Callable[[int], None]) -> None:
         descriptor = self._descriptor_of(file)
