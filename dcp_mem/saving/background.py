@@ -11,7 +11,6 @@ from dcp_mem.policy.slots import capacity_for
 from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.saving.complete import concerns_flusher
 from dcp_mem.saving.first_save import name_refused
-from dcp_mem.saving.frozen import compare_if_due
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.redundancy import incoming_sizes, replication_of, shared_nbytes
 from dcp_mem.saving.retention import records_nbytes
@@ -40,7 +39,7 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
     try:
         behind(partial(_prefault_spare_slots, context, completed, takes_slots=takes_slots))
         is_persisted = completed.agreed.persist
-        behind(partial(compare_if_due, session, staged.frozen, is_persisted=is_persisted))
+        behind(partial(session.frozen.compare_if_due, staged.frozen, is_persisted=is_persisted))
     finally:
         if replication is not None:
             behind(partial(session.replicator.start, replication))

@@ -17,8 +17,7 @@ from dcp_mem.common.values import RECOVERIES
 from dcp_mem.config import checkpoint_name
 from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries, to_lines
 from dcp_mem.loading.finish import leave_record
-from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.recoveries import add_recovery, recoveries_in
+from dcp_mem.memory.records import add_recovery, recoveries_in
 from dcp_mem.storage import Storage
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.recoveries import recoveries_on
@@ -44,7 +43,7 @@ RECORDS = st.builds(
 
 
 def _in_memory(job: Job) -> list[RecoveryRecord]:
-    return recoveries_in(JobMemory(job.memory, job.name or ""))
+    return recoveries_in(str(job.directory))
 
 
 def _on_storage(job: Job) -> list[RecoveryRecord]:
@@ -127,7 +126,7 @@ def test_of_too_many_the_last_ones_stay_each_once() -> None:
 def test_in_memory_the_last_ones_stay_whatever_the_others_are(
     memory_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_mem.memory.recoveries.MOST_RECOVERIES", 4)
+    monkeypatch.setattr("dcp_mem.memory.records.MOST_RECOVERIES", 4)
     job = Job(None, str(memory_root))
     job.directory.mkdir(mode=0o700)
     path = job.directory / RECOVERIES
@@ -136,7 +135,7 @@ def test_in_memory_the_last_ones_stay_whatever_the_others_are(
     known = from_lines(_LINE)
     for number in range(3):
         one = replace(known[0], token=f"new-{number}", time=known[0].time + 1 + number)
-        add_recovery(JobMemory(job.memory, "job"), one)
+        add_recovery(str(job.directory), one)
         known.append(one)
         assert _in_memory(job) == known
     assert path.read_bytes().count(b"\n") == 4
