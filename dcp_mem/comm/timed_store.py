@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from dcp_mem.common.background import KeptThread
+from dcp_mem.common.parallel import KeptThreads
 
 T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.5
@@ -31,7 +31,7 @@ class TimedCalls:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._turn = threading.Lock()
-        self._thread = KeptThread("dcp_mem-ask")
+        self._thread = KeptThreads(1, "dcp_mem-ask")
         self._hanging: Future[None] | None = None
         self._home = 0  # the process that waits for it; a forked child has no such thread
 

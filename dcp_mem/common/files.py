@@ -98,6 +98,15 @@ def link(path: str, name: str) -> None:
         raise
 
 
+def link_open(descriptor: int, name: str) -> None:
+    """Give an open file, which has a name, one more. Raises FileNotFoundError where it has none."""
+    try:  # With descriptors of directories os.link follows the symbolic link; the path is absolute.
+        os.link(f"/proc/self/fd/{descriptor}", name, src_dir_fd=descriptor, follow_symlinks=True)
+    except OSError as error:
+        raise_if_full(error, name)
+        raise
+
+
 def swap_names(one: str, other: str) -> None:
     """Swap the names of two files in one step, so that neither is ever missing."""
     if _libc.renameat2(
@@ -205,6 +214,11 @@ def remove(path: str) -> None:
     """Delete a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+
+
+def version(facts: os.stat_result) -> tuple[int, ...]:
+    """Return what tells a file from those that had its name before."""
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def lies_at(path: str, inode: int) -> bool:

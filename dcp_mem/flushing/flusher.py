@@ -234,7 +234,9 @@ class JobFlusher:
         lost, damaged = self._lost(attempt)
         if checkpoint.manifest.committer in {memory.node, *lost} and _is_shared(checkpoint):
             destination.ownership.claim()
-            checkpoint = replace(checkpoint, manifest=memory.raised(checkpoint.manifest))
+            checkpoint = replace(
+                checkpoint, manifest=memory.generations.raised(checkpoint.manifest)
+            )
         was_put = self.queue.known_state(checkpoint).was_put
         job = FlushJob(
             checkpoint=checkpoint,
@@ -290,7 +292,7 @@ class JobFlusher:
         """Delete from storage what the job doesn't keep, now that this checkpoint is there."""
         registration, memory = attempt.registration, attempt.memory
         try:
-            committed = memory.raised(attempt.checkpoint.manifest)
+            committed = memory.generations.raised(attempt.checkpoint.manifest)
             with environment_of(registration):
                 deleted = destination.retainer.apply(
                     destination.storage, policy, committed, destination.ownership
@@ -366,7 +368,7 @@ def _is_shared(checkpoint: LocalCheckpoint) -> bool:
 def _is_unclaimed(memory: JobMemory, checkpoint: LocalCheckpoint) -> bool:
     """Return whether this node has to get a generation for the checkpoint's run."""
     manifest = checkpoint.manifest
-    has_none = memory.generations().get(manifest.run, 0) < manifest.generation
+    has_none = memory.generations.known().get(manifest.run, 0) < manifest.generation
     return has_none and _is_shared(checkpoint) and manifest.committer == memory.node
 
 

@@ -85,7 +85,7 @@ class Ownership:
         return found
 
     def _lineage(self) -> set[str]:
-        return {*self._runs(), *self._memory.generations()}
+        return {*self._runs(), *self._memory.generations.known()}
 
     def _without_claim(self, runs: dict[str, int]) -> list[tuple[str, int]]:
         """Return the newest runs whose claim is missing, or too low, oldest first. A run that is
@@ -105,9 +105,9 @@ class Ownership:
     def _note(self, runs: dict[str, int]) -> None:
         """Write down in memory what its runs have got."""
         claimed = {run: got for run, got in self._claimed().items() if run in runs}
-        known = self._memory.generations()
+        known = self._memory.generations.known()
         if any(known.get(run) != got for run, got in claimed.items()):
-            self._memory.note_generations(claimed)
+            self._memory.generations.note(claimed)
 
     def _refuse_if_late(self, runs: dict[str, int], newest: int) -> None:
         """Raise StorageTaken unless this memory's newest run is a new one, which takes over."""

@@ -24,8 +24,8 @@ from dcp_mem.comm.bridge import SWITCH, torch_plans
 from dcp_mem.comm.bridge.calls import StagingCall, can_save_staged
 from dcp_mem.comm.bridge.errors import raised_as_by_dcp
 from dcp_mem.common.arguments import takes
-from dcp_mem.common.background import KeptThreads
 from dcp_mem.common.log import log_once
+from dcp_mem.common.parallel import KeptThreads
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import (
     CallOptions,
@@ -276,7 +276,7 @@ def _begin_own(state_dict: dict[str, Any], **arguments: Any) -> Future[Metadata]
 
 
 _MOST_SAVES = 64
-_saving = KeptThreads(_MOST_SAVES, "dcp_mem-async-save")
+_saving = KeptThreads(_MOST_SAVES, "dcp_mem-async-save", is_awaited=True)
 
 
 def _save_later(may_begin: threading.Event, save: Callable[[], Metadata]) -> Metadata:

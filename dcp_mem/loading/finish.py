@@ -38,7 +38,7 @@ from dcp_mem.loading.sources.base import PEERS
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.memory.recoveries import add_recovery, recoveries_in
+from dcp_mem.memory.records import add_recovery, recoveries_in
 from dcp_mem.memory.root import node_id
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.policy.redundancy import Redundancy
@@ -145,7 +145,7 @@ def leave_record(record: RecoveryRecord, memory: JobMemory | None, storage: Stor
     """
     if memory is not None:
         try:
-            add_recovery(memory, record)
+            add_recovery(memory.directory, record)
         except (OSError, DcpMemError) as error:
             log.warning(
                 "that %s was loaded can't be written down in memory: %s", record.name, error
@@ -159,7 +159,7 @@ def _put(storage: Storage, record: RecoveryRecord, memory: JobMemory | None) -> 
     name, earlier = record.name, list[RecoveryRecord]()
     if memory is not None:
         with contextlib.suppress(OSError):  # it was said, when the record was to go there
-            earlier = recoveries_in(memory)
+            earlier = recoveries_in(memory.directory)
     try:
         known = merge_recoveries(recoveries_on(storage), earlier, [record], most=MOST_RECOVERIES)
         storage.put(names.job_file(RECOVERIES), to_lines(known))

@@ -22,7 +22,7 @@ from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.locks import RunIdentity, new_token
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.replicating.plan import FilePlan
-from dcp_mem.replicating.task import ReplicationTask
+from dcp_mem.replicating.task import ReplicationTask, slot_for
 from dcp_mem.runtime.session import Session, session_for
 from dcp_mem.runtime.topology import Topology
 
@@ -68,7 +68,8 @@ class Repair:
         own = [
             plan for plan in file_plans if plan.receiver == ranks.rank or ranks.rank in plan.senders
         ]
-        slots = self.session.slots_for(plan for plan in own if plan.receiver == ranks.rank)
+        pool = self.session.slots
+        slots = {one.file: slot_for(pool, one) for one in own if one.receiver == ranks.rank}
         return ReplicationTask(
             call=self.token,
             manifest=self.manifest,

@@ -22,9 +22,8 @@ from dataclasses import replace
 import numpy as np
 
 from dcp_mem.common import faults, files
-from dcp_mem.common.background import let_caller_return
 from dcp_mem.common.log import log
-from dcp_mem.common.parallel import daemon
+from dcp_mem.common.parallel import daemon, let_caller_return
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import DcpMemError, ManifestInvalid
 from dcp_mem.format import names

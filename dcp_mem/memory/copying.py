@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_mem.common.background import COPYING, KeptThreads
+from dcp_mem.common.parallel import COPYING, KeptThreads
 
 T = TypeVar("T")
 Columns = npt.NDArray[np.int64]

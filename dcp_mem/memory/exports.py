@@ -196,7 +196,7 @@ def unseen(memory: JobMemory, records: ExportRecords, *, of_complete: bool) -> l
         if one.run in runs and one.count > looked_at[one.run]
         if isinstance(one, Manifest) or one.save_id not in known
     ]
-    generations = memory.generations()
+    generations = memory.generations.known()
     return [
         ExportRecord(
             name=one.name,

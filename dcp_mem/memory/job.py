@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import time
 import uuid
@@ -20,7 +19,7 @@ from operator import attrgetter
 from dcp_mem.common import files
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
-from dcp_mem.errors import DcpMemError, ManifestInvalid, MemoryBudgetExceeded
+from dcp_mem.errors import DcpMemError, ManifestInvalid
 from dcp_mem.format import names
 from dcp_mem.format.catalog import catalog_key
 from dcp_mem.format.history import skipped_row
@@ -33,6 +32,7 @@ from dcp_mem.format.manifest import (
     StripeRecord,
 )
 from dcp_mem.format.metadata_template import MetadataTemplate
+from dcp_mem.memory.catalogs import has_stock_metadata, put_stock_metadata
 from dcp_mem.memory.checkpoint import (
     LocalCheckpoint,
     check_unchanged,
@@ -40,18 +40,14 @@ from dcp_mem.memory.checkpoint import (
     files_in,
     local_checkpoint,
 )
+from dcp_mem.memory.generations import Generations, raised
 from dcp_mem.memory.links import drop_dead_links
 from dcp_mem.memory.locks import end_lease, in_turn, leased_alone, open_leased
 from dcp_mem.memory.records import LocalHistory
 from dcp_mem.memory.recycling import drop_free_slots, remove_unlisted, retire
 from dcp_mem.memory.root import node_id, open_root, private_directory
-from dcp_mem.memory.stock_metadata import has_stock_metadata, put_stock_metadata
 from dcp_mem.policy.order import UNNUMBERED, SaveNumber, newest_first
 
-_GENERATIONS = ".generations.json"
-_MOST_GENERATIONS = 32
-_unwritten: dict[str, dict[str, int]] = {}
-"""By directory of a job, the generations for which its file system had no room."""
 _SLACK = 64 << 20
 _MOST_COPIED = 16 << 20
 """Bytes of the largest catalog that each checkpoint gets a copy of."""
@@ -75,15 +71,15 @@ class JobMemory:
         self.slots = private_directory(os.path.join(self.directory, ".slots"))
         self.links = os.path.join(self.directory, ".links")
         self.history = LocalHistory(self.directory)
+        self.generations = Generations(self.directory)
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
         self._damaged: dict[str, str] = {}  # by path of the manifest, what is wrong with it
-        self._generations: tuple[tuple[int, ...], dict[str, int]] = (), {}
 
     # -- what lies here ---------------------------------------------------------------------------
 
     def checkpoints(self) -> list[LocalCheckpoint]:
         """Return every complete checkpoint, newest first."""
-        generations = self.generations()
+        generations = self.generations.known()
         found: list[LocalCheckpoint] = []
         for directory in self._checkpoint_directories():
             found += self._complete_in(directory, generations)
@@ -99,7 +95,7 @@ class JobMemory:
 
         `as_agreed`: with the generations that their saves agreed on, whatever their runs got since.
         """
-        generations = {} if as_agreed else self.generations()
+        generations = {} if as_agreed else self.generations.known()
         found: list[Manifest] = []
         for directory in self._checkpoint_directories():
             found += self._manifests_in(
@@ -109,7 +105,7 @@ class JobMemory:
 
     def find(self, name: str) -> list[LocalCheckpoint]:
         """Return the complete checkpoints of that name, one for each scope."""
-        return self._complete_in(self.checkpoint_directory(name), self.generations())
+        return self._complete_in(self.checkpoint_directory(name), self.generations.known())
 
     def damaged_manifests(self, scope: str) -> dict[str, str]:
         """Return why checkpoints that were looked for can't be told of, by name."""
@@ -167,13 +163,13 @@ class JobMemory:
             if file.startswith("manifest") and file.endswith(".json"):
                 manifest = self._read(f"{directory}/{names.OWN}/{file}")
                 if manifest is not None:
-                    found.append(_raised(manifest, generations) if generations else manifest)
+                    found.append(raised(manifest, generations) if generations else manifest)
         return found
 
     def _read(self, path: str) -> Manifest | None:
         """Read a manifest; None where its checkpoint has left memory meanwhile, or is damaged."""
         try:
-            version = _version(os.stat(path))
+            version = files.version(os.stat(path))
             known = self._manifests.get(path)
             if known is None or known[0] != version:  # every save looks through all of them
                 known = self._manifests[path] = version, Manifest.from_json(files.read_bytes(path))
@@ -187,10 +183,6 @@ class JobMemory:
         self._damaged.pop(path, None)
         return known[1]
 
-    def raised(self, manifest: Manifest) -> Manifest:
-        """Return the manifest with the generation that its run has got on storage since."""
-        return _raised(manifest, self.generations())
-
     # -- the order of checkpoints -----------------------------------------------------------------
 
     def newest_number(
@@ -199,40 +191,10 @@ class JobMemory:
         """Return the greatest number that this memory knows of."""
         found = self.manifests() if manifests is None else manifests
         numbers = [one.number for one in found if one.run != without_run]
-        for run, generation in self.generations().items():
+        for run, generation in self.generations.known().items():
             if run != without_run:
                 numbers.append(SaveNumber(generation))
         return max(numbers, default=UNNUMBERED)
-
-    def generations(self) -> Mapping[str, int]:
-        """Return the generations that runs with checkpoints here have got on storage, by run."""
-        path = f"{self.directory}/{_GENERATIONS}"  # asked for several times in each save
-        try:
-            version = _version(os.stat(path))
-            if self._generations[0] != version:
-                self._generations = version, _generations(files.read_bytes(path))
-        except FileNotFoundError:
-            self._generations = (), {}
-        unwritten = _unwritten.get(self.directory)
-        return {**self._generations[1], **unwritten} if unwritten else self._generations[1]
-
-    def note_generations(self, generations: Mapping[str, int]) -> None:
-        """Write down the generations that runs have got on storage; their saves have them, too.
-
-        All that belong together are written at once: else the order here would change meanwhile.
-        Where there is no room, this process alone knows them, until there is.
-
-        `generations`: by token of the run; at least what its saves have. Raises OSError.
-        """
-        with in_turn(self.directory):
-            known = {**self.generations(), **generations}
-            kept = sorted(known.items(), key=lambda one: one[1])[-_MOST_GENERATIONS:]
-            path = os.path.join(self.directory, _GENERATIONS)
-            try:
-                files.write_atomically(path, json.dumps(dict(kept)).encode())
-                _unwritten.pop(self.directory, None)
-            except MemoryBudgetExceeded:
-                _unwritten[self.directory] = dict(kept)
 
     # -- staging and completing -------------------------------------------------------------------
 
@@ -272,7 +234,7 @@ class JobMemory:
                     f"{manifest.name} isn't saved: {', '.join(lost)} has left memory before all was"
                     f" there, as a process of the job broke off in the save: save again"
                 )
-            version = _version(files.write_atomically(path, manifest.to_json()))
+            version = files.version(files.write_atomically(path, manifest.to_json()))
             self._manifests[path] = version, manifest
 
     def _lost(self, manifest: Manifest, directory: str) -> list[str]:
@@ -495,7 +457,7 @@ class JobMemory:
         before it.
         """
         with contextlib.suppress(FileNotFoundError), in_turn(directory):
-            generations, own = self.generations(), files_in(f"{directory}/{names.OWN}")
+            generations, own = self.generations.known(), files_in(f"{directory}/{names.OWN}")
             manifests = self._manifests_in(directory, own, generations)
             remove_unlisted(directory, self.slots, manifests, own)
             for checkpoint in self._complete_in(directory, generations) if show else ():
@@ -549,23 +511,3 @@ def last_use(directory: str) -> float:
             )
     except FileNotFoundError:
         return 0.0
-
-
-def _raised(manifest: Manifest, generations: Mapping[str, int]) -> Manifest:
-    generation = generations.get(manifest.run, 0)
-    if generation <= manifest.generation:
-        return manifest
-    return replace(manifest, generation=generation)
-
-
-def _generations(data: bytes) -> dict[str, int]:
-    """Parse the file of generations; a damaged one is as good as none."""
-    try:
-        return {str(run): int(generation) for run, generation in json.loads(data).items()}
-    except (ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _version(facts: os.stat_result) -> tuple[int, ...]:
-    """Return what tells a file from those that had its name before."""
-    return facts.st_ino, facts.st_mtime_ns, facts.st_size

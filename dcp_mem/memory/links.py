@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from dcp_mem.common import files
 from dcp_mem.format import names
+from dcp_mem.memory.catalogs import lend_stock_metadata
 from dcp_mem.memory.checkpoint import LocalCheckpoint, files_in, own_files
 from dcp_mem.memory.locks import end_lease, leased_alone, share
 from dcp_mem.memory.root import private_directory
-from dcp_mem.memory.stock_metadata import lend_stock_metadata
 
 
 class LinkedCheckpoint:

@@ -1,4 +1,4 @@
-"""The history of a job's checkpoints, as its directory in a node's memory has it."""
+"""The histories of a job's checkpoints and of its loads, as its directory in memory has them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from dataclasses import replace
 
 from dcp_mem.common import files
 from dcp_mem.common.log import log
-from dcp_mem.common.values import HISTORIES, Outcome
+from dcp_mem.common.values import HISTORIES, RECOVERIES, Outcome
 from dcp_mem.errors import ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.format import history
 from dcp_mem.format.history import HistoryRow, row_of
+from dcp_mem.format.recoveries import (
+    MOST_RECOVERIES,
+    RecoveryRecord,
+    from_lines,
+    merge_recoveries,
+    to_lines,
+)
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.locks import in_turn
 
@@ -87,3 +94,30 @@ class LocalHistory:
             return files.read_bytes(self._path)
         except FileNotFoundError:
             return b""
+
+
+# -- loads -----------------------------------------------------------------------------------------
+
+
+def recoveries_in(directory: str) -> list[RecoveryRecord]:
+    """Return the records of a job's loads, in the order of time."""
+    try:
+        found = from_lines(files.read_bytes(_recoveries(directory)))
+    except FileNotFoundError:
+        return []
+    return merge_recoveries(found, most=MOST_RECOVERIES)
+
+
+def add_recovery(directory: str, recovery: RecoveryRecord) -> None:
+    """Add a record; others are kept as they are, unread, since every load waits for this."""
+    with in_turn(directory):
+        try:
+            before = files.read_bytes(_recoveries(directory)).splitlines()
+        except FileNotFoundError:
+            before = []
+        kept = b"".join(line + b"\n" for line in before[1 - MOST_RECOVERIES :])
+        files.write_atomically(_recoveries(directory), kept + to_lines([recovery]))
+
+
+def _recoveries(directory: str) -> str:
+    return os.path.join(directory, RECOVERIES)

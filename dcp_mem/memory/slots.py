@@ -22,7 +22,7 @@ from dcp_mem.common import files
 from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory.locks import in_turn, is_leased, share, try_lease
 from dcp_mem.memory.recycling import retire
-from dcp_mem.memory.slot import Slot, SlotHold
+from dcp_mem.memory.slot import Slot
 from dcp_mem.policy.slots import FreeSlot, SlotNeed, capacity_for, preferred
 
 _SUFFIX = ".slot"
@@ -107,21 +107,17 @@ class SlotPool:
         Returns False where its bytes aren't those any more, or are gone.
         """
         with self._guard:  # meanwhile no thread here claims it, and its lease keeps others out
-            if slot.claims != claims or slot.busy or self._open.get(slot.inode) is not slot:
+            if slot.busy or not self.has_bytes(slot, claims):
                 return False
-            free = self._name_of(slot.inode)
-            known = [*slot.links, slot.path, *([os.path.join(self._directory, free)] * bool(free))]
-            for one in dict.fromkeys(known):
-                if files.lies_at(one, slot.inode):
-                    with contextlib.suppress(FileNotFoundError):
-                        files.link(one, path)
-                        break
-            else:
+            try:
+                files.link_open(slot.descriptor, path)
+            except FileNotFoundError:
+                if self.has_bytes(slot, claims):
+                    raise  # there is no such directory
                 return False
-            if free:
+            slot.path = path
+            if free := self._name_of(slot.inode):
                 files.remove(os.path.join(self._directory, free))
-            slot.links = [one for one in dict.fromkeys(known) if files.lies_at(one, slot.inode)]
-            slot.links.append(path)
             return True
 
     def unlink(self, slot: Slot, path: str) -> None:
@@ -129,15 +125,23 @@ class SlotPool:
         with self._guard:
             if files.lies_at(path, slot.inode):
                 retire(path, self._directory)
-            slot.links = [one for one in slot.links if one != path]
 
-    def hold(self, slot: Slot, claims: int) -> SlotHold | None:
-        """Keep a sealed slot from being claimed in this process, until the hold is ended.
+    def hold(self, slot: Slot, claims: int) -> Callable[[], None] | None:
+        """Keep a sealed slot from being claimed in this process.
 
-        Returns None where its bytes aren't those any more, or are gone.
+        Returns what ends that; None where the slot's bytes aren't those any more, or are gone.
         """
         with self._guard:
-            return SlotHold(slot, self._guard) if self.has_bytes(slot, claims) else None
+            if not self.has_bytes(slot, claims):
+                return None
+            hold = object()
+            slot.holds.add(hold)
+
+        def end() -> None:
+            with self._guard:
+                slot.holds.discard(hold)
+
+        return end
 
     def has_bytes(self, slot: Slot, claims: int) -> bool:
         """Return whether a sealed slot still has the bytes that it had."""
@@ -166,23 +170,16 @@ class SlotPool:
         """Make free slots of this process's segments that no complete checkpoint lists."""
         with self._guard:
             for slot in list(self._open.values()):
-                sealed = _is_idle(slot) and os.path.dirname(slot.path) != self._directory
-                if not sealed:
+                directory = os.path.dirname(slot.path)
+                is_sealed = _is_idle(slot) and directory != self._directory
+                if not is_sealed or not files.lies_at(slot.path, slot.inode):
                     continue
-                slot.links = [one for one in slot.links if files.lies_at(one, slot.inode)]
-                for path in slot.links or [slot.path]:
-                    if files.lies_at(path, slot.inode) and not is_listed(path):
-                        self._take_back(slot, path, is_listed)
-
-    def _take_back(self, slot: Slot, path: str, is_listed: Callable[[str], bool]) -> None:
-        # In turn: another rank may be about to publish, and looks for the segment in a turn, too.
-        with contextlib.suppress(FileNotFoundError), in_turn(os.path.dirname(path)):
-            if is_listed(path):
-                return
-            if slot.links:
-                self.unlink(slot, path)
-            else:
-                self.abandon(slot)
+                if is_listed(slot.path):
+                    continue
+                # In turn: another rank may be about to publish, and looks for it in a turn, too.
+                with contextlib.suppress(FileNotFoundError), in_turn(directory):
+                    if not is_listed(slot.path):
+                        self.unlink(slot, slot.path)
 
     def prefault(
         self,
@@ -272,7 +269,7 @@ class SlotPool:
                 self.share(slot)
                 continue
             slot.path, slot.busy = path, True
-            slot.links, slot.claims = [], slot.claims + 1
+            slot.claims += 1
             slot.see_truncation()
             return slot
         return None

@@ -15,7 +15,7 @@ from dcp_mem.format import names
 from dcp_mem.format.history import HistoryRow, from_csv, row_of
 from dcp_mem.format.recoveries import MOST_RECOVERIES, RecoveryRecord, merge_recoveries
 from dcp_mem.memory.checkpoint import LocalCheckpoint
-from dcp_mem.memory.recoveries import recoveries_in
+from dcp_mem.memory.records import recoveries_in
 from dcp_mem.operations.goodput import goodput, lost_seconds
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
@@ -113,7 +113,7 @@ def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> 
     memory = job_memory(settings)
     local = memory.checkpoints() if memory is not None else []
     rows = memory.history.rows() if memory is not None else []
-    recoveries = recoveries_in(memory) if memory is not None else []
+    recoveries = recoveries_in(memory.directory) if memory is not None else []
     troubles = []
     storage = storage_of(settings, retry_policy)
     if storage is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
 from dcp_mem.common.values import Outcome
+from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.manifest import ItemTable, Manifest, items_of
@@ -56,6 +57,19 @@ class ReplicationTask:
         return any(
             not isinstance(slot, str) and slot.mapping is None for slot in self.slots.values()
         )
+
+
+def slot_for(pool: SlotPool, plan: FilePlan) -> Slot | str:
+    """Claim a slot for a file that other ranks will send, and set its memory aside.
+
+    No page of it is populated yet. Returns why there is none, where that is so.
+    """
+    try:
+        slot = pool.take(plan.slot_nbytes, "")
+        slot.set_aside(plan.nbytes, plan.slot_nbytes)
+        return slot
+    except (DcpMemError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def abandon_all(pool: SlotPool, slots: Iterable[Slot | str]) -> None:

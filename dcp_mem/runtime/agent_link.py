@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dcp_mem.common.log import log
-from dcp_mem.config import Settings
-from dcp_mem.flushing.agent_handle import SILENT, AgentHandle
+from dcp_mem.config import Settings, job_name, memory_root_path
+from dcp_mem.errors import gib
+from dcp_mem.flushing.agent_handle import SILENT, AgentHandle, log_path
 from dcp_mem.flushing.registration import registration_of
+from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.checksumming import ChecksumThread
-from dcp_mem.runtime.remains import left_without_agent
+from dcp_mem.memory.job import JobMemory
 
 if TYPE_CHECKING:
     from dcp_mem.flushing.loop import FlushThread
 
+_MOST_NAMES = 10
 _SILENT_SECONDS = 3.0
 """Of an agent that doesn't answer, before it is called an error: it may only be busy."""
 
@@ -90,19 +95,16 @@ class AgentLink:
             log.error("nothing reaches storage: %s", left_without_agent(settings, why_not)[1])
         self._said = why_not
 
-    def has_lost_agent(self) -> bool:
-        """Return whether the agent that was woken has ended: it was killed, for a trainer lives."""
+    def is_behind(self, nodes: frozenset[str] | None) -> bool:
+        """Return whether the flusher was told of other nodes, or was killed: a trainer lives still.
+
+        It counts as told of these nodes now.
+        """
         with self._guard:
             is_lost = self._has_agent and self._agent.is_gone()
             self._has_agent = self._has_agent and not is_lost
-            return is_lost
-
-    def is_news(self, nodes: frozenset[str] | None) -> bool:
-        """Return whether the flusher knows of other nodes; it counts as told of these now."""
-        with self._guard:
-            is_news = nodes != self._told_nodes
-            self._told_nodes = nodes
-            return is_news
+            is_news, self._told_nodes = nodes != self._told_nodes, nodes
+            return is_lost or is_news
 
     def knows(self, run: str) -> bool:
         """Return whether the flusher was told of a run's settings."""
@@ -124,3 +126,41 @@ class AgentLink:
             thread = self._thread
         if thread is not None:
             thread.drain()
+
+
+# -- what stays in memory where nothing flushes it ------------------------------------------------
+
+
+def left_without_agent(settings: Settings, why_not: str) -> tuple[Sequence[LocalCheckpoint], str]:
+    """Return what awaits an agent that isn't there, and what to say of it."""
+    memory = JobMemory(settings.memory_root, settings.job)
+    pending = [checkpoint for checkpoint in memory.checkpoints() if checkpoint.pending]
+    why = f"the agent {why_not} (its log: {log_path(settings.memory_root)})"
+    return pending, with_remains(settings, pending, why, "an agent runs")
+
+
+def with_remains(
+    settings: Settings, left: Sequence[LocalCheckpoint], why: str, once: str = "storage admits it"
+) -> str:
+    """Return why, what stays in memory, and how to bring that to storage later."""
+    count, nbytes = len(left), sum(one.local_nbytes() for one in left)
+    names = ", ".join(one.name for one in left[:_MOST_NAMES])
+    names += f" and {count - _MOST_NAMES} more" if count > _MOST_NAMES else ""
+    what = f"{count} checkpoints stay" if count > 1 else "It stays"
+    which = f" ({names}; {gib(nbytes)})"
+    if not left:
+        what, which = "Checkpoints stay", ""
+    return (
+        f"{why}. {what} in this node's memory{which}, for as long as the node "
+        f"lives. Once {once}, the job's next start here flushes that; so does: "
+        f"{_flush_command(settings)}"
+    )
+
+
+def _flush_command(settings: Settings) -> str:
+    words = ["dcp-mem", "flush", settings.url or "-"]
+    if settings.job != job_name(None, settings.url):
+        words += ["--job", settings.job]
+    if settings.memory_root != memory_root_path(None):
+        words += ["--memory-root", settings.memory_root]
+    return shlex.join(words)

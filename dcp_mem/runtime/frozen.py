@@ -6,19 +6,26 @@ A declaration may be wrong, so each save looks:
 2. Samples of CPU memory against the segment, at other places each time; of what lies on a device,
    a sum of all its bytes.
 
-Now and then, in a thread, all bytes are held against the segment (`WholeComparison`). That finds
-what the samples miss: a few values written past the version counter, as `tensor.data[3] = 0` does.
+Now and then, in a thread, all bytes are held against the segment. That finds what the samples miss:
+a few values written past the version counter, as `tensor.data[3] = 0` does.
+
+Each rank decides by itself which of its items lie in which of its two segments: where that differs
+from the last save, its receipt says so, and the ranks describe the checkpoint anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import operator
+import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,14 +34,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
+from dcp_mem.common.values import Segment
+from dcp_mem.errors import DcpMemError
+from dcp_mem.format import names
+from dcp_mem.format.frames import Spec, Specs
 from dcp_mem.format.layout import Columns
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.slots import SlotPool
 from dcp_mem.memory.views import is_same
-from dcp_mem.runtime.layouts import PlanLayout
+from dcp_mem.planning.plain_tensors import PLAIN, Sources
+from dcp_mem.planning.tensor_choice import TensorRule
+from dcp_mem.runtime.layouts import Layouts, PlanLayout
 
 ItemKey = tuple[str, tuple[int, ...]]
 """Name and offset of an item."""
 
+WHY_NOT_WITH_PARITY = "parity is made of all bytes of a checkpoint, and anew each time"
+_LEAST_NBYTES = 1 << 20
+"""Fewer frozen bytes than this aren't worth a segment."""
 _SAMPLES = 1024
 """Places to look at in all of a rank's frozen memory, at each save."""
 _LEAST_SAMPLES = 8
@@ -44,6 +62,7 @@ _MOST_STALE = 64
 """Checkpoints that turned out to hold stale bytes, of which other nodes are told."""
 _COMPARED_EVERY = 8
 """Saves from one whole comparison to the next, where none goes to storage."""
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +85,11 @@ def identity_of(tensor: torch.Tensor) -> Identity:
     )
 
 
-def has_identity(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor counts its writes, and can be compared with the bytes of a copy."""
-    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
-    return is_dense and not (tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
-
-
 @dataclass(eq=False, kw_only=True)
 class FrozenSegment:
     """A sealed segment of frozen items, which later checkpoints may share."""
 
-    keys: Sequence[ItemKey]
+    keys: list[ItemKey]
     layout: PlanLayout
     # of the tensors when they were copied; none where those were private copies
     identities: Sequence[Identity]
@@ -89,49 +102,46 @@ class FrozenSegment:
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the tensors that are others, or have been written to."""
-        found = []
-        for number, (known, tensor) in enumerate(zip(self.identities, tensors, strict=True)):
-            if (
-                known.version != tensor._version
-                or known.address != tensor.data_ptr()
-                or known.storage.cdata != tensor.untyped_storage()._cdata
-                or known.storage.expired()
-            ):
-                found.append(number)
-        return found
+        return [
+            number
+            for number, (known, tensor) in enumerate(zip(self.identities, tensors, strict=True))
+            if known.version != tensor._version
+            or known.address != tensor.data_ptr()
+            or known.storage.cdata != tensor.untyped_storage()._cdata
+            or known.storage.expired()
+        ]
 
     def differing(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the tensors with other bytes than the segment, by samples."""
-        layout, is_cpu = self.layout.layout, [tensor.is_cpu for tensor in tensors]
-        devices = [
-            number
-            for number, here in enumerate(is_cpu)
-            if not here and _total(tensors[number]) != self.identities[number].total
-        ]
-        numbers = np.flatnonzero(np.array(is_cpu, bool) & (layout.payload_nbytes >= 8))
+        layout, is_cpu = self.layout.layout, np.array([one.is_cpu for one in tensors], bool)
+        is_large = layout.payload_nbytes >= 8
+        numbers = np.flatnonzero(is_cpu & is_large)
         addresses = np.array([known.address for known in self.identities], np.int64)[numbers]
         copies = self.slot.address + layout.payload_offsets[numbers]
-        small = np.flatnonzero(np.array(is_cpu, bool) & (layout.payload_nbytes < 8))
+        small, devices = np.flatnonzero(is_cpu & ~is_large), np.flatnonzero(~is_cpu)
         return sorted(
             [
-                *devices,
+                *(one for one in devices.tolist() if self._has_other_total(one, tensors[one])),
                 *numbers[_sampled(addresses, copies, layout.payload_nbytes[numbers])].tolist(),
-                *(one for one in small.tolist() if not self.is_equal(one, tensors[one].data_ptr())),
+                *(one for one in small.tolist() if not self.is_equal(one, tensors[one])),
             ]
         )
+
+    def _has_other_total(self, number: int, tensor: torch.Tensor) -> bool:
+        return _total(tensor) != self.identities[number].total
 
     def note_replicated(self) -> None:
         """Note that other nodes have copies of it now."""
         self.is_replicated = True
 
     def is_equal(
-        self, number: int, address: int, may_go_on: Callable[[], bool] = lambda: True
+        self, number: int, tensor: torch.Tensor, may_go_on: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Return whether memory has the same bytes as an item of the segment.
+        """Return whether a tensor has the same bytes as an item of the segment.
 
         `may_go_on`: asked now and then; where it says no, the rest counts as equal.
         """
-        layout = self.layout.layout
+        layout, address = self.layout.layout, tensor.data_ptr()
         copy = self.slot.address + int(layout.payload_offsets[number])
         nbytes = int(layout.payload_nbytes[number])
         for start in range(0, nbytes, _PIECE):
@@ -140,10 +150,6 @@ class FrozenSegment:
             if not is_same(address + start, copy + start, min(_PIECE, nbytes - start)):
                 return False
         return True
-
-    def is_compared_now(self, *, is_persisted: bool) -> bool:
-        """Return whether all bytes are to be compared after this save."""
-        return bool(self.since) and (is_persisted or len(self.since) >= _COMPARED_EVERY)
 
 
 def _total(tensor: torch.Tensor) -> int:
@@ -179,36 +185,256 @@ _words = np.ctypeslib.as_array((ctypes.c_uint64 * (1 << 53)).from_address(8))
 """The same in words of eight bytes, from address 8 on."""
 
 
-class WholeComparison:
-    """Holds all bytes of frozen CPU tensors against their segment, in a thread.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenItems:
+    """A rank's frozen items of one save."""
 
-    Any thread may wait for it. One at a time: what comes while it works is left to the next save.
+    rows: Sequence[Any]
+    keys: list[ItemKey]
+    tensors: Sequence[torch.Tensor]
+    layout: PlanLayout
+    # the same tensors, where all of the plan's can be copied as bytes; None otherwise
+    sources: Sources | None
+    # the segment that has their bytes, as far as planning can tell; None: they are copied
+    known: FrozenSegment | None = None
+    is_lasting: bool = True  # whether the tensors are the caller's own
+
+    def identities(self) -> list[Identity]:
+        """Return the identities of the tensors as they are now."""
+        return list(map(identity_of, self.tensors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A plan's tensors, divided into frozen ones and others, each with a segment of their own."""
+
+    whole: PlanLayout
+    is_frozen: Sequence[bool]
+    keys: list[ItemKey]
+    frozen: PlanLayout
+    others: PlanLayout
+
+
+@dataclass(slots=True, kw_only=True)
+class FilledFrozen:
+    """A slot that has the bytes of the frozen items; a segment of this save once it is sealed."""
+
+    items: FrozenItems
+    segment: FrozenSegment  # what is known of the slot's bytes, for the next saves
+    slots: SlotPool
+    # ends the hold on a slot that is a segment of earlier checkpoints already; None for another one
+    end_hold: Callable[[], None] | None = None
+    sealed: Segment | None = None
+    path: str = ""
+
+    def seal(self, memory: JobMemory, rank: int, save_id: str, name: str) -> None:
+        """Make a segment of this save of the slot; a shared one gets a link.
+
+        Raises DcpMemError.
+        """
+        number, known = rank + names.FROZEN, self.segment
+        file = names.segment_file(number, save_id)
+        path = os.path.join(memory.checkpoint_directory(name), file)
+
+        def add(directory: str) -> None:
+            if self.end_hold is None:
+                self.slots.seal(known.slot, path)
+            elif not self.slots.link(known.slot, known.claims, path):
+                raise DcpMemError(f"the segment of frozen tensors that {name} was to share is gone")
+
+        memory.add_segment(name, add)
+        self.path = path
+        self.sealed = Segment(
+            rank=number,
+            node=memory.node,
+            file=file,
+            nbytes=known.layout.layout.nbytes,
+            layout=known.layout.described.key,
+        )
+
+    def give_back(self) -> None:
+        """Give the slot back: its save has failed, whether it was sealed or not."""
+        if self.end_hold is None:
+            self.slots.abandon(self.segment.slot)
+            return
+        if self.path:
+            self.slots.unlink(self.segment.slot, self.path)
+        self.end_hold()
+
+    def share(self) -> None:
+        """Let readers and the agent in to the sealed segment."""
+        if self.end_hold is None:
+            self.slots.share(self.segment.slot)
+        else:
+            self.end_hold()
+
+
+class FrozenTensors:
+    """Which tensors are frozen, and the segment of them that the last save of each group has.
+
+    Saves call this in their turn; any thread may wait for the comparison, or cancel it. One
+    comparison at a time: what comes while it works is left to the next save.
+
+    `stale`: save ids of checkpoints that turned out to hold stale bytes, the last ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: JobMemory, slots: SlotPool, layouts: Layouts) -> None:
+        self._memory, self._slots, self._layouts = memory, slots, layouts
+        self.stale: deque[str] = deque(maxlen=_MOST_STALE)
+        self._known: dict[object, FrozenSegment] = {}
+        self._changes = Counter[ItemKey]()
+        self._said: set[str] = set()
         self._thread: threading.Thread | None = None
         self._is_cancelled = False
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether it compares just now."""
-        return self._thread is not None and self._thread.is_alive()
+    # -- which are frozen -------------------------------------------------------------------------
 
-    def start(
+    def split(
         self,
-        segment: FrozenSegment,
+        rule: TensorRule,
+        keys: Sequence[ItemKey],
         tensors: Sequence[torch.Tensor],
-        on_end: Callable[[Sequence[ItemKey], Sequence[tuple[str, str]]], None],
-    ) -> None:
-        """Begin; what has been written to in a way that the next save sees is left to that.
+        whole: PlanLayout,
+        last: Split | None,
+    ) -> Split | None:
+        """Return which of a plan's tensors are frozen; None where too few are.
 
-        `segment`: its slot stays as it is until `on_end` is called. `on_end`: called with the items
-        that differ, and the checkpoints that share them since the last comparison that found none.
+        `last`: what this plan had at its last save; returned where nothing has changed.
         """
-        self.wait()
-        self._is_cancelled = False
-        work = partial(self._work, segment, tensors, on_end)
-        self._thread = daemon(work, "dcp_mem-frozen")
+        is_frozen = [
+            spec is not None
+            and bool(rule(key[0], tensor))
+            and spec == expected
+            and _is_as_planned(tensor, expected)
+            and _has_identity(tensor)
+            and self._changes[key] < 2
+            for key, tensor, spec, expected in zip(
+                keys, tensors, whole.dense, whole.expected, strict=True
+            )
+        ]
+        if last is not None and last.whole is whole and last.is_frozen == is_frozen:
+            return last
+        if sum(one.nbytes for one in compress(tensors, is_frozen)) < _LEAST_NBYTES:
+            return None
+        frozen = self._layout_of(compress(whole.expected, is_frozen))
+        if not frozen.is_plain:
+            return None
+        return Split(
+            whole=whole,
+            is_frozen=is_frozen,
+            keys=list(compress(keys, is_frozen)),
+            frozen=frozen,
+            others=self._layout_of(compress(whole.expected, map(operator.not_, is_frozen))),
+        )
+
+    def _layout_of(self, specs: Iterable[tuple[torch.dtype, torch.Size]]) -> PlanLayout:
+        found = list(specs)
+        return self._layouts.of(Specs([dtype for dtype, _ in found], [size for _, size in found]))
+
+    def warn_without_effect(self, why: str) -> None:
+        """Log, once, why frozen tensors have no segment of their own."""
+        if why not in self._said:
+            self._said.add(why)
+            log.warning("frozen= has no effect: %s", why)
+
+    def _note_change(self, keys: Sequence[ItemKey], what: str) -> None:
+        """Log that frozen items have changed; those that change again count as training."""
+        if not keys:
+            return
+        self._changes.update(keys)
+        training = sum(self._changes[key] > 1 for key in keys)
+        log.warning(
+            "%d tensors that were declared frozen %s: %s. All frozen tensors are copied again%s",
+            len(keys),
+            what,
+            _named(keys),
+            f", and {training} of them count as training from now on" if training else "",
+        )
+
+    # -- a save of them ---------------------------------------------------------------------------
+
+    def has_segment(self, group: object) -> bool:
+        """Return whether the last complete save of a group of ranks has a frozen segment."""
+        return group in self._known
+
+    def with_known_segment(self, group: object, items: FrozenItems) -> FrozenItems:
+        """Return the frozen items with the segment that has their bytes, if there is one."""
+        known = self._known.get(group)
+        if known is None or known.layout is not items.layout or known.keys != items.keys:
+            return items
+        if not self._slots.has_bytes(known.slot, known.claims):
+            return items
+        moved = known.moved(items.tensors) if known.identities else []
+        if moved or known.is_stale:
+            self._note_change([items.keys[number] for number in moved], "have been written to")
+            del self._known[group]
+            return items
+        return replace(items, known=known)
+
+    def reused(self, group: object, items: FrozenItems) -> FilledFrozen | None:
+        """Return the known segment of frozen items, held until it is sealed; None for none."""
+        known = items.known
+        end_hold = None if known is None else self._slots.hold(known.slot, known.claims)
+        if known is None or end_hold is None:
+            return None
+        moved, differing = list[int](), list[int]()
+        is_adopted = bool(known.identities) or _adopts(known, items)
+        if is_adopted:
+            moved = known.moved(items.tensors)
+            differing = [] if moved else known.differing(items.tensors)
+            if not (moved or differing or known.is_stale):
+                return FilledFrozen(
+                    items=items, segment=known, slots=self._slots, end_hold=end_hold
+                )
+        end_hold()
+        self._note_change([items.keys[number] for number in moved], "have been written to")
+        shared = ", ".join(name for name, _ in known.since) or "none"
+        what = f"have changed past their counters of writes (checkpoints that share them: {shared})"
+        self._note_change([items.keys[number] for number in differing], what)
+        self._known.pop(group, None)
+        return None
+
+    def made(self, items: FrozenItems, slot: Slot, identities: Sequence[Identity]) -> FilledFrozen:
+        """Return what is known of a slot that the frozen items have been copied into."""
+        segment = FrozenSegment(
+            keys=items.keys,
+            layout=items.layout,
+            identities=identities if items.is_lasting else (),
+            slot=slot,
+            claims=slot.claims,
+        )
+        return FilledFrozen(items=items, segment=segment, slots=self._slots)
+
+    def remember(self, group: object, frozen: FilledFrozen | None, save: tuple[str, str]) -> None:
+        """Have the next save share what this complete one has; None where that has no such segment.
+
+        `save`: its name and save id.
+        """
+        if frozen is None:
+            self._known.pop(group, None)
+            return
+        if frozen.end_hold is not None:
+            frozen.segment.since.append(save)
+        self._known[group] = frozen.segment
+
+    # -- all bytes, behind training ---------------------------------------------------------------
+
+    def compare_if_due(self, frozen: FilledFrozen | None, *, is_persisted: bool) -> None:
+        """Have all frozen bytes held against their segment behind training, if that is due.
+
+        Where they differ, the checkpoints that may hold stale bytes are rejected.
+        """
+        if frozen is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        known = frozen.segment
+        is_due = len(known.since) >= (1 if is_persisted else _COMPARED_EVERY)
+        if not (known.identities and is_due):
+            return
+        end_hold = self._slots.hold(known.slot, known.claims)
+        if end_hold is not None:
+            self._is_cancelled = False
+            work = partial(self._compare, known, frozen.items.tensors, end_hold)
+            self._thread = daemon(work, "dcp_mem-frozen")
 
     def wait(self) -> None:
         """Return once nothing is compared any more."""
@@ -221,78 +447,89 @@ class WholeComparison:
         self._is_cancelled = True
         self.wait()
 
-    def _work(
+    def _compare(
         self,
         segment: FrozenSegment,
         tensors: Sequence[torch.Tensor],
-        on_end: Callable[[Sequence[ItemKey], Sequence[tuple[str, str]]], None],
+        end_hold: Callable[[], None],
     ) -> None:
+        """Compare; what has been written to in a way that the next save sees is left to that."""
         shared = list(segment.since)  # those that come meanwhile wait for the next comparison
-        differing: list[int] = []
-        is_whole = False
 
         def may_go_on() -> bool:
             return not self._is_cancelled
 
+        differing: set[int] = set()
         try:
-            differing = [
+            differing = {
                 number
                 for number, tensor in enumerate(tensors)
-                if tensor.is_cpu and not segment.is_equal(number, tensor.data_ptr(), may_go_on)
-            ]
+                if tensor.is_cpu and not segment.is_equal(number, tensor, may_go_on)
+            }
             faults.point("frozen.compared")
-            moved = set(segment.moved(tensors))
-            differing = [number for number in differing if number not in moved]
-            is_whole = not (moved or self._is_cancelled)
-        except Exception:
-            log.warning("frozen tensors could not be compared", exc_info=True)
-            differing = []
-        finally:
+            moved = segment.moved(tensors)
+            differing.difference_update(moved)
             if differing:
                 segment.is_stale = True
-            elif is_whole:
+            elif not (moved or self._is_cancelled):
                 segment.since = segment.since[len(shared) :]
-            on_end([segment.keys[number] for number in differing], shared)
+        except Exception:
+            log.warning("frozen tensors could not be compared", exc_info=True)
+            return
+        finally:
+            end_hold()
+        if differing:
+            keys = [segment.keys[number] for number in sorted(differing)]
+            self._note_change(keys, "have changed past their counters of writes")
+            self._reject(keys, shared)
 
+    def _reject(self, keys: Sequence[ItemKey], shared: Sequence[tuple[str, str]]) -> None:
+        """Reject checkpoints that may hold stale bytes; the agent marks what storage has of them.
 
-class FrozenSegments:
-    """The frozen segments of one process's last saves, and what became of its declarations.
-
-    `comparison`: of all bytes, now and then. `stale`: save ids of checkpoints that turned out to
-    hold stale bytes, the last ones.
-    """
-
-    def __init__(self) -> None:
-        self.comparison = WholeComparison()
-        self.stale: deque[str] = deque(maxlen=_MOST_STALE)
-        self._known: dict[object, FrozenSegment] = {}
-        self._changes: dict[ItemKey, int] = {}
-
-    def of(self, group: object) -> FrozenSegment | None:
-        """Return the segment of the last complete save of a group of ranks."""
-        return self._known.get(group)
-
-    def keep(self, group: object, segment: FrozenSegment | None) -> None:
-        """Take note of a complete save."""
-        if segment is None:
-            self._known.pop(group, None)
-        else:
-            self._known[group] = segment
-
-    def note_change(self, keys: Sequence[ItemKey]) -> list[ItemKey]:
-        """Count that items have changed which were declared frozen.
-
-        Returns those that have changed before, and count as training from now on.
+        `shared`: name and save id of each.
         """
-        for key in keys:
-            self._changes[key] = self._changes.get(key, 0) + 1
-        return [key for key in keys if self._changes[key] > 1]
+        why = f"frozen tensors had changed unnoticed: {_named(keys)}"
+        left = set(shared)
+        self.stale.extend(save_id for _, save_id in shared)
+        for checkpoint in self._memory.checkpoints():
+            if (checkpoint.name, checkpoint.manifest.save_id) in left:
+                with contextlib.suppress(FileNotFoundError):  # it has just been evicted
+                    self._memory.reject(checkpoint, why)
+                    left.discard((checkpoint.name, checkpoint.manifest.save_id))
+        gone = [name for name, save_id in shared if (name, save_id) in left]
+        log.error(
+            "%s. Checkpoints that may hold them as they were before are rejected: %s%s",
+            why,
+            ", ".join(name for name, _ in shared),
+            "; no longer in memory, so run dcp-mem reject for what storage has of: "
+            f"{', '.join(gone)}"
+            if gone
+            else "",
+        )
 
-    def is_training(self, key: ItemKey) -> bool:
-        """Return whether an item changes time and again, whatever was declared."""
-        return self._changes.get(key, 0) > 1
+
+def _is_as_planned(tensor: torch.Tensor, expected: Spec) -> bool:
+    """Return whether a tensor is what DCP's planner has announced, and can be copied as it is."""
+    return type(tensor) in PLAIN and not tensor.is_meta and (tensor.dtype, tensor.shape) == expected
 
 
-def matches(left: Sequence[ItemKey], right: Sequence[ItemKey]) -> bool:
-    """Return whether two segments have the same items in the same order."""
-    return left is right or (len(left) == len(right) and all(map(operator.eq, left, right)))
+def _has_identity(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor counts its writes, and can be compared with the bytes of a copy."""
+    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+    return is_dense and not (tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
+
+
+def _named(keys: Sequence[ItemKey]) -> str:
+    """Return the names of a few of these items, for people."""
+    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    return ", ".join(name for name, _ in keys[:_MOST_NAMED]) + more
+
+
+def _adopts(known: FrozenSegment, items: FrozenItems) -> bool:
+    """Take the tensors for those that the segment is of, if all their bytes are the same."""
+    identities = items.identities()
+    is_same = all(
+        one.is_cpu and known.is_equal(number, one) for number, one in enumerate(items.tensors)
+    )
+    known.identities = identities if is_same else ()
+    return is_same

@@ -57,7 +57,7 @@ class RunNumbers:
 
     def in_memory(self, manifests: Sequence[Manifest]) -> SaveNumber:
         """Return the greatest number that this memory knows of, for the ranks to agree on one."""
-        self._known = self._memory.generations()
+        self._known = self._memory.generations.known()
         return self._memory.newest_number(manifests)
 
     def run(self, manifests: Sequence[Manifest]) -> tuple[int, str]:
@@ -75,7 +75,7 @@ class RunNumbers:
         """Return the run's generation, raised to the one that it has got on storage; 0 for none."""
         if not self._generation:
             return 0
-        return max(self._generation, self._memory.generations().get(self._run, 0))
+        return max(self._generation, self._memory.generations.known().get(self._run, 0))
 
     def keep_newest(self, manifest: Manifest) -> None:
         """Make sure that a checkpoint is newer in this memory than what was saved before it.
@@ -84,17 +84,17 @@ class RunNumbers:
         run: then the generation of this run is raised as well. What a later run has saved
         meanwhile stays newer: this process was stopped, and its job has gone on without it.
         """
-        if self._memory.generations() == self._known:
+        if self._memory.generations.known() == self._known:
             return
         newest = self._memory.newest_number(without_run=manifest.run)
-        if self._memory.raised(manifest).number > newest:
+        if self._memory.generations.raised(manifest).number > newest:
             return
         # By the numbers that their saves agreed on: the raised ones are what this is about.
         found = self._memory.manifests(as_agreed=True)
         others = (one for one in found if one.run != manifest.run)
         agreed = max((one.number for one in others), default=UNNUMBERED)
         if manifest.number > agreed:
-            self._memory.note_generations({manifest.run: newest.generation + 1})
+            self._memory.generations.note({manifest.run: newest.generation + 1})
 
     def begin(self, newest: SaveNumber, generation: int, run: str) -> tuple[SaveNumber, str]:
         """Return the number of the save that the ranks agree on now, and the token of its run."""

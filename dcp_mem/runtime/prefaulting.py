@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from dcp_mem.common.background import KeptThread, let_caller_return
 from dcp_mem.common.gc_pause import GrownHeap
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import KeptThreads, let_caller_return
 from dcp_mem.config import Settings
 from dcp_mem.memory import pinning
 from dcp_mem.memory.job import JobMemory
@@ -58,7 +58,7 @@ class Prefaulting:
 
     def __init__(self, memory: JobMemory, slots: SlotPool, heap: GrownHeap) -> None:
         self._memory, self._slots, self._heap = memory, slots, heap
-        self._thread = KeptThread("dcp_mem-prefault")
+        self._thread = KeptThreads(1, "dcp_mem-prefault")
         self._under_way: Future[None] | None = None
         self._unwanted = threading.Event()  # of what is under way
         self._guard = threading.Lock()  # the thread never takes it, so it is held while that ends

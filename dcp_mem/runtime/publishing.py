@@ -7,8 +7,8 @@ from concurrent.futures import Future, wait
 from functools import partial
 
 from dcp_mem.common import faults
-from dcp_mem.common.background import KeptThread, let_caller_return
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import KeptThreads, let_caller_return
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.metadata_template import MetadataTemplate, template_of
 from dcp_mem.memory.catalogs import Catalogs
@@ -25,7 +25,7 @@ class Publisher:
 
     def __init__(self, memory: JobMemory, catalogs: Catalogs) -> None:
         self._memory, self._catalogs = memory, catalogs
-        self._thread = KeptThread("dcp_mem-show")
+        self._thread = KeptThreads(1, "dcp_mem-show")
         self._last: Future[None] | None = None
         self._template: tuple[str, MetadataTemplate] | None = None
         self._guard = threading.Lock()  # not held while the thread ends

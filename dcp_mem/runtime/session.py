@@ -9,23 +9,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 
 from dcp_mem.common.gc_pause import GrownHeap
 from dcp_mem.common.parallel import before_pools_end
 from dcp_mem.config import Settings
-from dcp_mem.errors import DcpMemError
 from dcp_mem.memory.catalogs import Catalogs
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity
-from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.slots import SlotPool
-from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.replicator import Replicator
 from dcp_mem.runtime.agent_link import AgentLink
-from dcp_mem.runtime.frozen import FrozenSegments
+from dcp_mem.runtime.frozen import FrozenTensors
 from dcp_mem.runtime.last_saves import LastSaves
 from dcp_mem.runtime.layouts import Layouts
 from dcp_mem.runtime.numbers import RunNumbers
@@ -68,7 +65,7 @@ class Session:
         self.slots = kept if kept is not None else SlotPool(self.memory.slots)
         self.catalogs = Catalogs(self.memory.directory)
         self.layouts = Layouts()
-        self.frozen = FrozenSegments()
+        self.frozen = FrozenTensors(self.memory, self.slots, self.layouts)
         self.heap = GrownHeap()
         self.prefaulting = Prefaulting(self.memory, self.slots, self.heap)
         self.last_saves = LastSaves()
@@ -80,24 +77,6 @@ class Session:
         self._end: threading.Event | None = None  # set once it is closed; None: it stays open
         self.agent = AgentLink(root)
         self._noted_run = ""
-
-    def slots_for(self, plans: Iterable[FilePlan]) -> dict[str, Slot | str]:
-        """Claim a slot for each file that other ranks will send, and set its memory aside.
-
-        No page of it is populated yet.
-
-        Returns by file, its slot, or why there is none.
-        """
-        return {plan.file: self.slot_for(plan) for plan in plans}
-
-    def slot_for(self, plan: FilePlan) -> Slot | str:
-        """Claim a slot for one such file; return why there is none, where that is so."""
-        try:
-            slot = self.slots.take(plan.slot_nbytes, "")
-            slot.set_aside(plan.nbytes, plan.slot_nbytes)
-            return slot
-        except (DcpMemError, OSError) as error:
-            return f"{type(error).__name__}: {error}"
 
     def wake_agent(self, settings: Settings, *, now: bool = False, is_waiting: bool = False) -> str:
         """Have pending checkpoints flushed."""
@@ -122,10 +101,8 @@ class Session:
         The flush of a checkpoint of an earlier run may be waiting for nodes that are gone. An agent
         that was killed is followed by another one.
         """
-        is_news = self.agent.is_news(self.nodes.of_all_ranks)
-        if not (self.agent.has_lost_agent() or is_news):
-            return
-        if any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
+        is_behind = self.agent.is_behind(self.nodes.of_all_ranks)
+        if is_behind and any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
             self.wake_agent(settings)
 
     def wait_for_threads(self) -> None:
@@ -134,7 +111,7 @@ class Session:
         Where this is interrupted, the session can still be used.
         """
         self.prefaulting.close()
-        self.frozen.comparison.wait()
+        self.frozen.wait()
         self.replicator.wait()
         self.publisher.close()
 
@@ -168,7 +145,7 @@ class Session:
         while not behind.is_next and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
         behind.end()
-        self.frozen.comparison.cancel()
+        self.frozen.cancel()
         self.replicator.wait(_DRAIN_AT_EXIT)
         if self.replicator.is_busy:
             self.replicator.cancel()

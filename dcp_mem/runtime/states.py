@@ -33,7 +33,7 @@ from dcp_mem.memory.exports import ExportRecords, read_exports, unseen
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.policy.order import Place, SaveNumber, newest_first
-from dcp_mem.runtime.remains import left_without_agent, with_remains
+from dcp_mem.runtime.agent_link import left_without_agent, with_remains
 
 _FIRST_PAUSE = 0.005
 _LONGEST_PAUSE = 0.2

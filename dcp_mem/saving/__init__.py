@@ -4,9 +4,9 @@ Imports runtime, replicating and what lies below them; nothing of the load. To b
 order: `values.py` (what the stages hand to each other), `pipeline.py` (the stages in their order),
 then the stages: `plan.py`, `agree.py` (`room.py`), `stage.py`, `complete.py`, `retention.py`;
 behind training `redundancy.py` and `first_save.py`. A plan comes from
-`own_plans.py`, `ahead.py`, `dcp_plan.py` or `streams.py`, and is a `Planned` from there on; with
-`frozen.py`, frozen items have a segment of their own.
-`prepare.py` makes slots ready ahead of the first save.
+`own_plans.py`, `ahead.py`, `dcp_plan.py` or `streams.py`, and is a `Planned` from there on; frozen
+items have a segment of their own (`runtime/frozen.py`). `prepare.py` makes slots ready ahead of the
+first save.
 
 Saves come in by `saver.py`, those that DCP drives by `calls.py` and `dcp_takeover.py` too;
 `returned_metadata.py` is what `dcp.save` returns. `ahead.py` and `overlap.py` copy ahead of

@@ -240,7 +240,7 @@ def _give_back(process: int, session: Session, filled: Filled, later: LaterCopie
     def abandon() -> None:
         session.slots.abandon(filled.slot)
         if filled.frozen is not None:
-            filled.frozen.give_back(session)
+            filled.frozen.give_back()
 
     if later is None:
         abandon()

@@ -26,7 +26,6 @@ from dcp_mem.format.catalog import catalog_key
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.runtime.last_saves import SavedPlan
-from dcp_mem.saving.frozen import remember
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.values import (
     Agreed,
@@ -97,7 +96,8 @@ def complete(
             faults.point("complete.evicted")
         saved = replace(saved, save_id=agreed.save_id)
         _remember(context, planned, saved)
-        remember(session, context.group, staged.value.frozen, (context.name, agreed.save_id))
+        save = (context.name, agreed.save_id)
+        session.frozen.remember(context.group, staged.value.frozen, save)
         session.last_saves.persisted.note(context.settings, manifest)
         session.last_saves.is_clean = True
         return Completed(manifest, agreed, staged.value, saved)
@@ -126,7 +126,7 @@ def _exchange_receipts(
     if receipts.failures and staged.error is None:
         context.session.slots.abandon(staged.value.slot)
         if staged.value.frozen is not None:
-            staged.value.frozen.give_back(context.session)
+            staged.value.frozen.give_back()
     raise_together(f"saving {context.name}", receipts.failures, staged.error)
     return receipts
 
@@ -161,7 +161,7 @@ def _share(context: SaveContext, staged: Staged) -> None:
     """Let readers and the agent in to this rank's segments."""
     context.session.slots.share(staged.slot)
     if staged.frozen is not None:
-        staged.frozen.share(context.session)
+        staged.frozen.share()
 
 
 # -- segments and catalog --------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from dcp_mem.common.values import Outcome
 from dcp_mem.format.catalog_conversion import RankItems, catalog_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import StorageInfo, with_storage
+from dcp_mem.runtime.frozen import WHY_NOT_WITH_PARITY
 from dcp_mem.runtime.last_saves import SavedPlan
-from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, warn_without_effect
 from dcp_mem.saving.plan import PlannerItems, frozen_apart, item_key, plan_segment, resolves_as_is
 from dcp_mem.saving.values import DCP_PLAN, Planned, SaveContext, Staged, places_in
 
@@ -40,7 +40,7 @@ def dcp_planned(
         return planned
     why_not = _why_not_frozen(context, planner)
     if why_not:
-        warn_without_effect(context.session, why_not)
+        context.session.frozen.warn_without_effect(why_not)
         return planned
     keys, tensors = list(map(item_key, planned.tensors)), map(planner.resolve_data, planned.tensors)
     return frozen_apart(context, planned, keys, list(tensors))[0]  # type: ignore[arg-type]

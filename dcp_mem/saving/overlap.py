@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_mem.common import faults
-from dcp_mem.common.background import OVERLAPPING, KeptThreads, is_copying_thread
+from dcp_mem.common.parallel import OVERLAPPING, KeptThreads, is_copying_thread
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.memory.copying import (
     Chosen,
@@ -49,7 +49,7 @@ _SAMPLES = 256
 _pending: set[LaterCopies] = set()
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _guard = threading.RLock()  # a collection within it may give copies back
-_copiers = KeptThreads(16, OVERLAPPING)
+_copiers = KeptThreads(16, OVERLAPPING, is_awaited=True)
 
 
 class Overlap:

@@ -22,9 +22,8 @@ from dcp_mem.planning.plain_tensors import SourcesByBlock
 from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written, share_written
 from dcp_mem.planning.plan_columns import ItemKind
 from dcp_mem.planning.state_structure import Structure
-from dcp_mem.runtime.frozen import ItemKey
+from dcp_mem.runtime.frozen import WHY_NOT_WITH_PARITY, ItemKey, Split
 from dcp_mem.runtime.last_saves import GroupKey
-from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, Split, warn_without_effect
 from dcp_mem.saving.plan import expected_tail, frozen_apart
 from dcp_mem.saving.values import Planned, SaveContext
 
@@ -135,7 +134,7 @@ def _without_frozen(
 ) -> Planned:
     """Return the same part of a plan with the frozen tensors apart."""
     if context.settings.redundancy.parity:
-        warn_without_effect(context.session, WHY_NOT_WITH_PARITY)
+        context.session.frozen.warn_without_effect(WHY_NOT_WITH_PARITY)
         return planned
     tensors = items.tensors(planned.tensors)
     # Another thread may set its own at once: each is right.

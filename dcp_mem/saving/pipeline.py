@@ -14,7 +14,6 @@ from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.saving.agree import agree
 from dcp_mem.saving.complete import complete, concerns_flusher
 from dcp_mem.saving.first_save import name_refused
-from dcp_mem.saving.frozen import compare_if_due
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.redundancy import copies_here, replication_of
 from dcp_mem.saving.retention import records_nbytes
@@ -134,7 +133,7 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
     try:
         behind(partial(_prefault_spare_slots, context, completed, takes_slots=takes_slots))
         is_persisted = completed.agreed.persist
-        behind(partial(compare_if_due, session, staged.frozen, is_persisted=is_persisted))
+        behind(partial(session.frozen.compare_if_due, staged.frozen, is_persisted=is_persisted))
     finally:
         if replication is not None:
             behind(partial(session.replicator.start, replication))

@@ -27,8 +27,7 @@ from dcp_mem.format.layout import align
 from dcp_mem.planning.plain_tensors import Sources, sources_of
 from dcp_mem.planning.shard_marks import have_own_marks
 from dcp_mem.policy.slots import SlotNeed
-from dcp_mem.runtime.frozen import ItemKey
-from dcp_mem.saving.frozen import FrozenItems, Split, split, with_known_segment
+from dcp_mem.runtime.frozen import FrozenItems, ItemKey, Split
 from dcp_mem.saving.values import DCP_PLAN, IndexedItems, Planned, SaveContext
 
 TAIL_ROOM = 1 << 20
@@ -92,8 +91,8 @@ def frozen_apart(
     Returns the part of the plan, and how its tensors were divided; None where they weren't.
     """
     assert context.frozen is not None
-    session, whole = context.session, planned.layout
-    parts = split(session, context.frozen, keys, tensors, whole, last)
+    known, whole = context.session.frozen, planned.layout
+    parts = known.split(context.frozen, keys, tensors, whole, last)
     if parts is None:
         return planned, None
     sources = planned.sources
@@ -107,7 +106,7 @@ def frozen_apart(
         is_lasting=not context.has_copies,  # those of a copy the next save won't find
     )
     if frozen.is_lasting:
-        frozen = with_known_segment(session, context.group, frozen)
+        frozen = known.with_known_segment(context.group, frozen)
     others = replace(
         planned,
         tensors=list(compress(planned.tensors, is_other)),

@@ -25,7 +25,6 @@ from dcp_mem.policy.admission import Admission
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.frozen import split
 from dcp_mem.saving.plan import TAIL_ROOM, expected_specs, item_key, resolves_as_is
 from dcp_mem.saving.room import expect
 from dcp_mem.saving.values import SaveContext
@@ -131,10 +130,10 @@ def _sizes(
     whole = SlotSizes(layout.layout.nbytes + TAIL_ROOM, layout)
     if context.frozen is None or context.settings.redundancy.parity:
         return whole
-    parts = split(session, context.frozen, keys, list(map(resolve, keys)), layout, None)
+    parts = session.frozen.split(context.frozen, keys, list(map(resolve, keys)), layout, None)
     if parts is None:
         return whole
-    is_there = session.frozen.of(context.group) is not None
+    is_there = session.frozen.has_segment(context.group)
     return SlotSizes(
         parts.others.layout.nbytes + TAIL_ROOM,
         parts.others,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import compress
 
 from dcp_mem.comm import held_store
@@ -19,7 +20,7 @@ from dcp_mem.memory.locks import end_lease, share
 from dcp_mem.policy.slots import capacity_for
 from dcp_mem.replicating.plan import file_plans, incoming, incoming_seconds
 from dcp_mem.replicating.replicator import Replication
-from dcp_mem.replicating.task import ReplicationTask, abandon_all, newest_replicated
+from dcp_mem.replicating.task import ReplicationTask, abandon_all, newest_replicated, slot_for
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.values import Agreed, Completed, SaveContext
@@ -110,13 +111,13 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
         )
         earlier = newest_replicated(session.memory, manifest) if any(seconds) else None
         had = set() if earlier is None else set(map(names.rank_of, earlier.segment_files()))
-        slots = session.slots_for(
-            plan
+        slots = {
+            plan.file: slot_for(session.slots, plan)
             for plan in plans
             if plan.receiver == topology.rank
             # A copy that lies here already is shared, as a rule.
             and not (plan.is_second and names.rank_of(plan.file) in had)
-        )
+        }
         unless_set_up.callback(abandon_all, session.slots, slots.values())
         frozen = completed.staged.frozen
         task = ReplicationTask(
@@ -128,7 +129,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
             own_slot=completed.staged.slot,
             timeout=settings.replication_timeout,
             transport=settings.transport,
-            claim=session.slot_for,
+            claim=partial(slot_for, session.slots),
             stale=frozenset(session.frozen.stale),
             on_replicated=_nothing if frozen is None else frozen.segment.note_replicated,
             store=held_store(),

@@ -31,9 +31,9 @@ from dcp_mem.planning.wrapper_tensors import (
     rebuilt,
     refuse_other_class,
 )
+from dcp_mem.runtime.frozen import FilledFrozen
 from dcp_mem.runtime.layouts import put_frames
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.frozen import FilledFrozen, identities_of, made, reused
 from dcp_mem.saving.overlap import LaterCopies
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.values import (
@@ -80,14 +80,15 @@ def fill(session: Session, planned: Planned, later: LaterCopies | None = None) -
     """
     frozen = None
     if planned.frozen is not None:
-        frozen = reused(session, planned.group, planned.frozen) or _fill_frozen(session, planned)
+        known = session.frozen.reused(planned.group, planned.frozen)
+        frozen = known or _fill_frozen(session, planned)
     try:
         # Without gradients DTensors hand over their local tensors themselves, not views of them.
         with torch.no_grad():
             return replace(_fill_all(session, planned, later), frozen=frozen)
     except BaseException:
         if frozen is not None:
-            frozen.give_back(session)
+            frozen.give_back()
         raise
 
 
@@ -95,7 +96,7 @@ def _fill_frozen(session: Session, planned: Planned) -> FilledFrozen:
     """Copy the frozen items into a slot of their own."""
     items = planned.frozen
     assert items is not None
-    identities, layout = identities_of(items), items.layout
+    identities, layout = items.identities(), items.layout
     slot = session.slots.claim(layout.layout.nbytes, layout.frames)
     try:
         put_frames(slot, layout)
@@ -107,7 +108,7 @@ def _fill_frozen(session: Session, planned: Planned) -> FilledFrozen:
     except BaseException:
         session.slots.abandon(slot)
         raise
-    return made(items, slot, identities)
+    return session.frozen.made(items, slot, identities)
 
 
 def _fill_all(session: Session, planned: Planned, later: LaterCopies | None) -> Filled:
@@ -161,14 +162,14 @@ def _sealed(context: SaveContext, agreed: Agreed, filled: Filled) -> Staged:
 
     try:
         if frozen is not None:
-            frozen.seal(session, context.rank, agreed.save_id, context.name)
+            frozen.seal(memory, context.rank, agreed.save_id, context.name)
             faults.point("frozen.sealed")
         memory.add_segment(context.name, add)
         faults.point("stage.sealed")
     except BaseException:
         session.slots.abandon(slot)
         if frozen is not None:
-            frozen.give_back(session)
+            frozen.give_back()
         raise
     segment = Segment(
         rank=context.rank,

@@ -26,11 +26,11 @@ from dcp_mem.policy.order import UNNUMBERED, SaveNumber
 from dcp_mem.policy.persistence import Persisted
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.policy.slots import FreeSlot
+from dcp_mem.runtime.frozen import FilledFrozen, FrozenItems
 from dcp_mem.runtime.last_saves import GroupKey, PlanKey, SavedPlan
 from dcp_mem.runtime.layouts import PlanLayout
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.topology import Topology
-from dcp_mem.saving.frozen import FilledFrozen, FrozenItems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What is frozen lies in memory once, and no checkpoint is stale, whatever was declared."""
 
 import gc
-import os
+import json
 import signal
 import threading
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,19 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-from dcp_mem import CheckpointManager, MemoryStorageWriter, TrainState
-from dcp_mem.comm.job_ranks import JobRanks, known_ranks
-from dcp_mem.common import faults
-from dcp_mem.common.files import allocated_bytes
-from dcp_mem.errors import ConfigError
-from dcp_mem.format.names import FROZEN
-from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.recycling import retire
-from dcp_mem.memory.slot import Slot
-from dcp_mem.memory.slots import SlotPool
-from dcp_mem.runtime import frozen as frozen_module
-from dcp_mem.runtime.session import open_session
-from tests.support.checkpoints.jobs import Job, wait_until
+from dcp_mem import CheckpointManager, ConfigError, MemoryStorageWriter, TrainState
+from tests.support.checkpoints.held import (
+    rejected_in,
+    sizes_in,
+    unlucky_samples,
+    wait_for_comparisons,
+)
+from tests.support.checkpoints.jobs import Job, occupied, wait_for_spare_slots, wait_until
+from tests.support.command import command
+from tests.support.processes import faults
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 
 pytestmark = pytest.mark.timeout(120)
@@ -82,6 +80,14 @@ def frozen_links(job: Job, step: int) -> int:
     return path.stat().st_nlink
 
 
+def evict(job: Job, step: int) -> int:
+    """Take a checkpoint out of memory; return the bytes that left with it."""
+    options = ["--memory-root", job.memory, "--job", "job", "--yes", "--json"]
+    result = command("rm", "-", f"step-{step}", *options)
+    (removed,) = json.loads(result.stdout)["removed"]
+    return int(removed["freed_bytes"])
+
+
 # -- one copy --------------------------------------------------------------------------------------
 
 
@@ -97,11 +103,9 @@ def test_checkpoints_share_one_copy(memory_job: Job, keep: int, road: str) -> No
         kept = list(memory_job.directory.glob("step-*"))
         assert len(kept) == keep
         assert frozen_links(memory_job, step) == keep
-        session = open_session(writer.settings)
-        assert session is not None
-        session.prefaulting.stop()
+        wait_for_spare_slots()
         most = BASE_NBYTES + (keep + 1) * (ADAPTER_NBYTES + (4 << 20)) + (1 << 20)
-        assert allocated_bytes(str(memory_job.directory)) <= most
+        assert occupied(memory_job.directory) <= most
 
 
 def test_what_leaves_with_a_checkpoint_is_what_no_other_shares(memory_job: Job) -> None:
@@ -109,12 +113,9 @@ def test_what_leaves_with_a_checkpoint_is_what_no_other_shares(memory_job: Job) 
     with memory_job.writer(frozen="base.*", agent="thread") as writer:
         for step in (1, 2):
             save(writer, state, step)
-        memory = JobMemory(memory_job.memory, "job")
-        newest, older = memory.checkpoints()
-        assert newest.manifest.nbytes > BASE_NBYTES
-        assert max(newest.local_nbytes(), older.local_nbytes()) < BASE_NBYTES
-        memory.evict(older)
-        assert memory.checkpoints()[0].local_nbytes() == newest.manifest.nbytes
+        assert sum(sizes_in(memory_job.directory / "step-2").values()) > BASE_NBYTES
+        assert evict(memory_job, 1) < BASE_NBYTES
+        assert frozen_links(memory_job, 2) == 1
         assert_holds(memory_job, state, 2)
         save(writer, state, 3)
         assert_holds(memory_job, state, 3)
@@ -125,8 +126,7 @@ def test_a_segment_stays_shared_after_all_its_checkpoints_were_evicted(memory_jo
     with memory_job.writer(frozen="base.*", agent="thread") as writer:
         save(writer, state, 1)
         (inode,) = frozen_inodes(memory_job)
-        memory = JobMemory(memory_job.memory, "job")
-        memory.evict(memory.checkpoints()[0])
+        evict(memory_job, 1)
         save(writer, state, 2)
         assert frozen_inodes(memory_job) == {inode}
         assert_holds(memory_job, state, 2)
@@ -282,46 +282,35 @@ def test_load_state_dict_is_in_the_next_checkpoint(memory_job: Job, assign: bool
 
 
 def test_a_write_that_samples_miss_is_found_by_the_whole_comparison(
-    memory_job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    memory_job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(frozen_module.FrozenSegment, "differing", lambda self, tensors: [])
-    monkeypatch.setattr(frozen_module, "_COMPARED_EVERY", 2)
     state = make_state()
-    with memory_job.writer(frozen="base.*", agent="thread", keep_memory=4, persist=False) as writer:
-        session = None
-        for step in (1, 2, 3, 4):
-            if step == 4:
+    options: dict[str, Any] = {"keep_memory": 10, "persist": False}
+    with unlucky_samples(), memory_job.writer(frozen="base.*", agent="thread", **options) as writer:
+        # Of eight that share since the last comparison, step-9 is the last, and then step-17.
+        for step in range(1, 18):
+            if step == 10:
+                assert not rejected_in(memory_job.directory)
                 state["base.a"].data[12345] = 77
             save(writer, state, step)
-            session = open_session(writer.settings)
-            assert session is not None
-            session.frozen.comparison.wait()
-        assert session is not None
-        save(writer, state, 5)  # of two that share since the last comparison, it is the second
-        session.frozen.comparison.wait()
-        memory = JobMemory(memory_job.memory, "job")
-        rejected = {one.name for one in memory.checkpoints() if one.rejected}
-        assert rejected == {"step-4", "step-5"}
-        assert any("step-4, step-5" in line for line in caplog.messages)
-        save(writer, state, 6)
-        assert_holds(memory_job, state, 6)
-        assert memory.checkpoints()[0].rejected == ""
+            wait_for_comparisons()
+        stale = [f"step-{step}" for step in range(10, 18)]
+        assert rejected_in(memory_job.directory) == set(stale)
+        assert any(", ".join(stale) in line for line in caplog.messages)
+        save(writer, state, 18)
+        assert_holds(memory_job, state, 18)
+        assert "step-18" not in rejected_in(memory_job.directory)
 
 
-def test_checkpoints_for_storage_are_compared_in_whole(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frozen_module.FrozenSegment, "differing", lambda self, tensors: [])
+def test_checkpoints_for_storage_are_compared_in_whole(job: Job) -> None:
     state = make_state()
-    with job.writer(frozen="base.*", agent="thread") as writer:
+    with unlucky_samples(), job.writer(frozen="base.*", agent="thread") as writer:
         save(writer, state, 1)
         state["base.a"].data[12345] = 77
         save(writer, state, 2)
-        session = open_session(writer.settings)
-        assert session is not None
-        session.frozen.comparison.wait()
-        newest = JobMemory(job.memory, "job").checkpoints()[0]
-        assert "base.a" in newest.rejected
+        wait_for_comparisons()
+        (why,) = (job.directory / "step-2" / ".dcp_mem").glob("rejected-*.json")
+        assert "base.a" in why.read_text()
 
 
 def test_what_changes_time_and_again_counts_as_training(
@@ -363,9 +352,9 @@ def test_a_train_state_proposes_the_parameters_that_do_not_train(memory_job: Job
         def saved(step: int) -> tuple[int, set[int]]:
             """Save; return the size and the inodes of the frozen segments."""
             dcp_mem.save({"app": app}, checkpoint_id=f"step-{step}", storage_writer=writer)
-            newest = JobMemory(memory_job.memory, "job").checkpoints()[0]
-            (second,) = [one for one in newest.manifest.segments if one.rank == FROZEN]
-            return second.nbytes >> 20, frozen_inodes(memory_job)
+            sizes = sizes_in(memory_job.directory / f"step-{step}")
+            (second,) = [nbytes for file, nbytes in sizes.items() if file.startswith("__0_1-")]
+            return second >> 20, frozen_inodes(memory_job)
 
         assert saved(1)[0] == saved(2)[0] == 4
         assert len(saved(3)[1]) == 1
@@ -474,6 +463,12 @@ def test_each_rank_shares_by_itself(memory_job: Job) -> None:
 POINTS = ["frozen.sealed", "stage.sealed", "complete.receipts", "complete.catalog"]
 
 
+def _connections() -> set[tuple[Any, Any]]:
+    """The connections of this process, by their two ends."""
+    found = psutil.Process().net_connections("tcp")
+    return {(one.laddr, one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED}
+
+
 def _fail_on_a_rank(job: Job) -> list[bool]:
     state = make_state()
     state["base.a"] = _sharded(state["base.a"].repeat(2))
@@ -484,13 +479,12 @@ def _fail_on_a_rank(job: Job) -> list[bool]:
             save(writer, state, 10 * number + 2)
             if dist.get_rank() == number % 2:
                 faults.arm(f"{point}:raise:1")
+            before = _connections()
             failed = raised_by(lambda: save(writer, state, 10 * number + 3))  # noqa: B023
             faults.arm("")
             outcomes.append(failed is not None)
             if "sealed" in point:  # all ranks have been told, so none has left the others
-                ranks = known_ranks(None, writer.settings.purpose("save"))
-                assert isinstance(ranks, JobRanks)
-                assert not ranks._is_broken()
+                assert before <= _connections()
             save(writer, state, 10 * number + 4)
             dist.barrier()
         rank = dist.get_rank()
@@ -536,9 +530,7 @@ def _go_on(job: Job, changes: bool) -> int:
             save(writer, state, step)
             assert_holds(job, state, step)
         assert len(frozen_inodes(job)) == 1
-        session = open_session(writer.settings)
-        assert session is not None
-        session.prefaulting.stop()
+        wait_for_spare_slots()
     return found
 
 
@@ -555,62 +547,3 @@ def test_a_kill_loses_at_most_what_is_staged(memory_job: Job, point: str, change
     assert found == (4 if point == "complete.manifest" else 3)
     slots = [path.stat() for path in (memory_job.directory / ".slots").iterdir()]
     assert all(one.st_nlink == 1 for one in slots)
-
-
-# -- slots -----------------------------------------------------------------------------------------
-
-
-def _sealed(pool: SlotPool, path: Path) -> tuple[Slot, int]:
-    slot = pool.claim(1 << 20, "")
-    pool.seal(slot, str(path))
-    pool.share(slot)
-    return slot, slot.claims
-
-
-def test_a_slot_with_another_name_is_never_claimed(tmp_path: Path) -> None:
-    (tmp_path / "slots").mkdir()
-    pool = SlotPool(str(tmp_path / "slots"))
-    slot, claims = _sealed(pool, tmp_path / "one")
-    assert pool.link(slot, claims, str(tmp_path / "two"))
-    retire(str(tmp_path / "one"), str(tmp_path / "slots"))
-    assert not list((tmp_path / "slots").iterdir())
-    # Retired by a process that had looked just before the link was made:
-    os.link(tmp_path / "two", tmp_path / "slots" / "late.slot")
-    assert [one.present for one in pool.free()] == []
-    assert pool.claim(1 << 20, "") is not slot
-    retire(str(tmp_path / "two"), str(tmp_path / "slots"))
-    assert pool.claim(1 << 20, "") is slot  # its last name was that of a free slot
-
-
-def test_a_slot_that_was_claimed_again_is_not_linked(tmp_path: Path) -> None:
-    (tmp_path / "slots").mkdir()
-    pool = SlotPool(str(tmp_path / "slots"))
-    slot, claims = _sealed(pool, tmp_path / "one")
-    retire(str(tmp_path / "one"), str(tmp_path / "slots"))
-    hold = pool.hold(slot, claims)
-    assert hold is not None
-    other = pool.claim(1 << 20, "")
-    assert other is not slot
-    hold.end()
-    assert pool.claim(1 << 20, "") is slot
-    assert not pool.hold(slot, claims)
-    assert not pool.link(slot, claims, str(tmp_path / "two"))
-    assert not (tmp_path / "two").exists()
-
-
-def test_a_segment_that_is_evicted_while_it_is_taken_back_is_a_free_slot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "slots").mkdir()
-    pool = SlotPool(str(tmp_path / "slots"))
-    slot, _ = _sealed(pool, tmp_path / "one")
-    rename = os.rename
-
-    def evicted_first(source: str, target: str) -> None:
-        monkeypatch.undo()
-        retire(source, str(tmp_path / "slots"))  # by another process, just before
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", evicted_first)
-    pool.take_back(lambda path: False)
-    assert pool.claim(1 << 20, "") is slot

@@ -1,5 +1,7 @@
 """What checkpoints share in memory is counted once: by limits, leases, commands and retention."""
 
+import fcntl
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,13 +14,10 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageWriter
-from dcp_mem.common import faults
-from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.operations.housekeeping import reclaim
-from dcp_mem.runtime.session import open_session
-from dcp_mem.storage.posix import PosixStorage
-from tests.support.checkpoints.jobs import Job, wait_for_spare_slots, wait_until
+from tests.support.checkpoints.held import names_in, rejected_in, wait_for_comparisons
+from tests.support.checkpoints.jobs import Job, occupied, wait_for_spare_slots, wait_until
+from tests.support.command import command
+from tests.support.processes import faults
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 
 pytestmark = pytest.mark.timeout(120)
@@ -54,10 +53,6 @@ def _assert_loads(job: Job, state: State, step: int) -> None:
     assert all(torch.equal(out[name], tensor) for name, tensor in expected.items())
 
 
-def _names(job: Job) -> list[str]:
-    return [one.name for one in JobMemory(job.memory, "job").checkpoints()]
-
-
 def _frozen_file(job: Job, step: int) -> Path:
     (path,) = (job.directory / f"step-{step}").glob("__0_1-*.distcp")
     return path
@@ -76,11 +71,9 @@ def _save_within(job: Job, nbytes: int, keep: int, changes: tuple[int, ...]) -> 
                 state["base.a"].add_(1)
             _save(writer, state, step)
             _assert_loads(job, state, step)
-            kept.append(len(_names(job)))
-            session = open_session(writer.settings)
-            assert session is not None
-            session.prefaulting.stop()
-            assert session.memory.allocated_bytes() <= nbytes
+            kept.append(len(names_in(job.directory)))
+            wait_for_spare_slots()
+            assert occupied(job.directory) <= nbytes
     return kept
 
 
@@ -94,7 +87,7 @@ def _used_with(job: Job, state: State) -> int:
         for step in range(1, 5):
             _save(writer, state, step)
             wait_for_spare_slots()
-        return JobMemory(job.memory, "job").allocated_bytes()
+        return occupied(job.directory)
 
 
 def test_two_checkpoints_take_a_base_once_and_what_trains_three_times(memory_job: Job) -> None:
@@ -114,7 +107,8 @@ def test_who_reads_a_shared_segment_keeps_its_bytes_whatever_is_saved(memory_job
         for step in (1, 2):
             _save(writer, state, step)
         path = _frozen_file(memory_job, 2)
-        before, descriptor = path.read_bytes(), open_leased(str(path))
+        before, descriptor = path.read_bytes(), os.open(path, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # as readers do
         try:
             for step in range(3, 9):
                 state["base.a" if step % 2 else "base.b"].data.add_(step)
@@ -122,7 +116,6 @@ def test_who_reads_a_shared_segment_keeps_its_bytes_whatever_is_saved(memory_job
                 _assert_loads(memory_job, state, step)
             assert os.pread(descriptor, len(before) + 1, 0) == before
         finally:
-            end_lease(descriptor)
             os.close(descriptor)
         for step in range(9, 12):
             _save(writer, state, step)
@@ -149,7 +142,7 @@ def test_a_checkpoint_is_loaded_while_others_that_share_its_base_come_and_go(
             _save(writer, state, step)
         with forking(_read_slowly, None, memory_job, 2) as reading:
             for step in range(3, 13):
-                if "step-2" in _names(memory_job):
+                if "step-2" in names_in(memory_job.directory):
                     _save(writer, state, step)
                     _assert_loads(memory_job, state, step)
             # It has loaded it, or it was gone before it began: never a mix.
@@ -165,15 +158,14 @@ def _save_four(job: Job) -> None:
     with job.writer(frozen="base.*", agent="thread", keep_memory=4, persist=False) as writer:
         for step in (1, 2, 3, 4):
             _save(writer, state, step)
-        session = open_session(writer.settings)
-        assert session is not None
-        session.prefaulting.stop()
+        wait_for_spare_slots()
 
 
 def test_reclaiming_a_dead_job_counts_what_is_shared_once(memory_job: Job) -> None:
     forked(_save_four, memory_job)
-    (reclaimed,) = reclaim(memory_job.memory)
-    assert BASE < reclaimed.nbytes <= BASE + 6 * SLOT
+    result = command("gc", "--memory-root", memory_job.memory, "--yes", "--json")
+    (reclaimed,) = json.loads(result.stdout)["memory"]
+    assert BASE < reclaimed["bytes"] <= BASE + 6 * SLOT
     assert not memory_job.directory.exists()
 
 
@@ -183,18 +175,15 @@ def test_reclaiming_a_dead_job_counts_what_is_shared_once(memory_job: Job) -> No
 def _save_with(job: Job, armed: str) -> None:
     state = _state()
     with job.writer(frozen="base.*", agent="thread", keep_memory=3) as writer:
-        session = None
         for step in (1, 2, 3):
             if step == 2:
                 faults.arm(armed)
             _save(writer, state, step)
-            session = open_session(writer.settings)
-            assert session is not None
-            session.frozen.comparison.wait()
+            wait_for_comparisons()
         faults.arm("")
         _save(writer, state, 4)
         _assert_loads(job, state, 4)
-        assert not any(one.rejected for one in JobMemory(job.memory, "job").checkpoints())
+        assert not rejected_in(job.directory)
         assert _frozen_file(job, 4).stat().st_nlink == 3
 
 
@@ -207,7 +196,7 @@ def test_a_kill_behind_a_comparison_loses_nothing(job: Job) -> None:
         process = processes._processes[0]
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-    assert _names(job)[0] == "step-2"
+    assert names_in(job.directory)[0] == "step-2"
     out = {name: torch.full_like(tensor, -1) for name, tensor in _state().items()}
     dcp_mem.load(out, storage_reader=job.reader())  # the kill may have come before .metadata
     expected = {**_state(), "adapter": torch.full_like(out["adapter"], 2)}
@@ -228,7 +217,7 @@ def test_each_checkpoint_that_shares_values_that_are_not_finite_is_rejected(
         for step in (1, 2, 3):
             _save(writer, state, step)
             wait_until(
-                lambda: JobMemory(memory_job.memory, "job").checkpoints()[0].rejected,
+                lambda step=step: f"step-{step}" in rejected_in(memory_job.directory),  # type: ignore[misc]
                 f"step-{step} to be rejected",
             )
         state["base.b"][5] = 0
@@ -251,15 +240,17 @@ def _save_to_storage(job: Job) -> None:
 
 
 def _load_and_count(job: Job, skip: str | None) -> int:
-    read_into, asked = PosixStorage.read_into, []
+    preadv, asked = os.preadv, list[int]()
 
-    def counted(storage: PosixStorage, key: str, offset: int, buffers: Any) -> int:
-        asked.append(sum(map(len, buffers)) if key.endswith(".distcp") else 0)
-        return read_into(storage, key, offset, buffers)
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        nbytes = preadv(descriptor, buffers, offset)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        asked.append(nbytes if path.startswith(str(job.url)) and path.endswith(".distcp") else 0)
+        return nbytes
 
     out = {name: torch.zeros_like(tensor) for name, tensor in _state().items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PosixStorage, "read_into", counted)
+        patch.setattr(os, "preadv", counted)
         dcp_mem.load(out, storage_reader=job.reader(), skip=skip)
         dist.barrier()
     expected = _state()

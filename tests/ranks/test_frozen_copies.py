@@ -22,16 +22,19 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_mem
-from dcp_mem import MemoryStorageReader, MemoryStorageWriter
-from dcp_mem.common import faults
-from dcp_mem.common.files import allocated_bytes
-from dcp_mem.common.values import State
-from dcp_mem.format.names import FROZEN, home_rank
-from dcp_mem.memory.job import JobMemory
-from dcp_mem.runtime import frozen as frozen_module
-from dcp_mem.runtime.session import Session, open_session
+from dcp_mem import MemoryStorageReader, MemoryStorageWriter, State
 from tests.support.channels import SentBytes
-from tests.support.processes import kill_targets
+from tests.support.checkpoints.damage import flip
+from tests.support.checkpoints.held import (
+    names_in,
+    rejected_in,
+    segments_in,
+    sizes_in,
+    unlucky_samples,
+    wait_for_comparisons,
+)
+from tests.support.checkpoints.jobs import occupied, wait_for_spare_slots
+from tests.support.processes import faults, kill_targets
 from tests.support.processes.forks import forked_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,8 +64,9 @@ class Nodes:
         chosen = {"replicas": 1, "keep_memory": 2, "frozen": "*.base.*", **options}
         return MemoryStorageWriter(memory_root=self.memory(), job="job", **chosen)
 
-    def held(self, node: int | None = None) -> JobMemory:
-        return JobMemory(self.memory(node), "job")
+    def held(self, node: int | None = None) -> Path:
+        """The job's directory on a node."""
+        return Path(self.memory(node), "job")
 
 
 @pytest.fixture
@@ -99,14 +103,14 @@ def _sent(writer: MemoryStorageWriter, step: int) -> tuple[int, int]:
     return status.replication_sent_nbytes, status.replication_reused_nbytes
 
 
-def _second_inodes(memory: JobMemory) -> dict[int, set[int]]:
+def _second_inodes(job: Path) -> dict[int, set[int]]:
     """Return the inodes of the segments of frozen items on a node, by the rank that saved them."""
     found: dict[int, set[int]] = {}
-    for checkpoint in memory.checkpoints():
-        for segment in checkpoint.manifest.segments:
-            path = Path(checkpoint.segment_path(segment.file))
-            if segment.rank >= FROZEN and path.exists():
-                found.setdefault(home_rank(segment.rank), set()).add(path.stat().st_ino)
+    for name in names_in(job):
+        for path in segments_in(job / name):
+            rank, number = map(int, path.name.removeprefix("__").partition("-")[0].split("_"))
+            if number == 1:
+                found.setdefault(rank, set()).add(path.stat().st_ino)
     return found
 
 
@@ -114,12 +118,11 @@ def _files(nodes: Nodes, count: int, name: str) -> dict[str, list[bytes]]:
     """Return the bytes of each segment of a checkpoint, from each node that has it."""
     found: dict[str, list[bytes]] = {}
     for node in range(count):
-        for held in nodes.held(node).find(name):
-            for segment in held.manifest.segments:
-                path = Path(held.segment_path(segment.file))
-                if path.exists():
-                    data = path.read_bytes()[: segment.nbytes]
-                    found.setdefault(segment.file, []).append(data)
+        directory = nodes.held(node) / name
+        for file, nbytes in sizes_in(directory).items():
+            if (directory / file).exists():
+                data = (directory / file).read_bytes()[:nbytes]
+                found.setdefault(file, []).append(data)
     return found
 
 
@@ -128,12 +131,6 @@ def _assert_copies_are_equal(nodes: Nodes, count: int, name: str, copies: int = 
     assert len(found) == 2 * count
     assert {len(one) for one in found.values()} == {copies}
     assert all(len(set(one)) == 1 for one in found.values())
-
-
-def _session(writer: MemoryStorageWriter) -> Session:
-    session = open_session(writer.settings)
-    assert session is not None
-    return session
 
 
 def _differs(nodes: Nodes, state: dict[str, Any], step: int) -> list[str]:
@@ -153,13 +150,12 @@ def _trains(nodes: Nodes, steps: int, road: str, options: Mapping[str, Any]) -> 
         for step in range(1, steps + 1):
             nbytes = wire.during(partial(_save, writer, state, step, road))
             sent.append((nbytes, *_sent(writer, step)))
-        _session(writer).prefaulting.stop()
+        wait_for_spare_slots()
         dist.barrier()
-        memory = nodes.held()
         return {
             "sent": sent,
-            "inodes": {rank: len(found) for rank, found in _second_inodes(memory).items()},
-            "allocated": allocated_bytes(memory.directory),
+            "inodes": {rank: len(found) for rank, found in _second_inodes(nodes.held()).items()},
+            "allocated": occupied(nodes.held()),
             "differs": _differs(nodes, state, steps),
         }
 
@@ -196,7 +192,7 @@ def _keeps_within(nodes: Nodes, limit: int) -> int:
             if step == 4:
                 state[f"rank{dist.get_rank()}.base.a"].add_(1)
             _save(writer, state, step)
-            most = max(most, allocated_bytes(nodes.held().directory))
+            most = max(most, occupied(nodes.held()))
         dist.barrier()
     return most
 
@@ -271,23 +267,24 @@ def test_any_changes_are_in_the_copies(
 
 def _changes_unnoticed(nodes: Nodes) -> list[str]:
     rank, state = dist.get_rank(), _tensors()
-    frozen_module.FrozenSegment.differing = lambda self, tensors: []  # type: ignore[method-assign]
-    frozen_module._COMPARED_EVERY = 2
-    with nodes.writer(keep_memory=6) as writer:
-        for step in range(1, 7):
-            if step == 4 and rank == 1:
+    with unlucky_samples(), nodes.writer(keep_memory=12) as writer:
+        for step in range(1, 19):
+            if step == 10 and rank == 1:
                 state["rank1.base.a"].data[12345] = 77
             raised_by(partial(_save, writer, state, step))  # what is rejected leaves memory
-            _session(writer).frozen.comparison.wait()
+            wait_for_comparisons()
             dist.barrier()
-        return [one.name for one in nodes.held().checkpoints() if not one.rejected]
+        rejected = rejected_in(nodes.held())
+        return [name for name in names_in(nodes.held()) if name not in rejected]
 
 
 def test_the_nodes_with_copies_learn_which_checkpoints_are_stale(nodes: Nodes) -> None:
-    # The comparison behind step-3 has found nothing, and that behind step-5 the change.
-    expected = ["step-6", "step-3", "step-2", "step-1"]
-    assert forked_ranks(_changes_unnoticed, 2, nodes) == [expected] * 2
-    _assert_copies_are_equal(nodes, 2, "step-6")
+    # The comparison behind step-9 has found nothing, and that behind step-17 the change.
+    for newest, *others in forked_ranks(_changes_unnoticed, 2, nodes):
+        assert newest == "step-18"
+        assert "step-9" in others
+        assert not {f"step-{step}" for step in range(10, 18)}.intersection(others)
+    _assert_copies_are_equal(nodes, 2, "step-18")
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -327,22 +324,22 @@ def test_copies_are_made_again_after_a_loss_those_of_what_is_frozen_too(nodes: N
     assert forked_ranks(_loads, 2, nodes, 6) == [[], []]
 
 
-def _saves_beside(nodes: Nodes, spoil: Callable[[Nodes, Session], None]) -> tuple[int, int]:
+def _saves_beside(nodes: Nodes, spoil: Callable[[Nodes], None]) -> tuple[int, int]:
     state = _tensors()
     with nodes.writer(keep_memory=1) as writer:
         for step in (1, 2):
             _save(writer, state, step)
         dist.barrier()
         if dist.get_rank() == 1:
-            spoil(nodes, _session(writer))
+            spoil(nodes)
         _save(writer, state, 3)
         dist.barrier()
         return _sent(writer, 3)
 
 
-def _remove(nodes: Nodes, session: Session) -> None:
+def _remove(nodes: Nodes) -> None:
     """Remove all names of the copy of rank 0's segment that lies here."""
-    for path in Path(nodes.held().directory).glob("step-*/__0_1-*.distcp"):
+    for path in nodes.held().glob("step-*/__0_1-*.distcp"):
         path.unlink()
 
 
@@ -355,10 +352,10 @@ def test_a_copy_that_is_gone_is_made_again(nodes: Nodes) -> None:
 def _link_fails(nodes: Nodes) -> list[str]:
     state, link, found = _tensors(), os.link, []
 
-    def fails(path: str, name: str) -> None:
+    def fails(path: str, name: str, **options: Any) -> None:
         if "__0_1-" in name:
             raise FileNotFoundError(path)
-        link(path, name)
+        link(path, name, **options)
 
     with nodes.writer() as writer:
         _save(writer, state, 1)
@@ -402,13 +399,9 @@ def test_a_kill_while_copies_are_shared_leaves_the_earlier_ones_whole(
 
 def test_damage_of_a_shared_copy_is_found_by_a_load(nodes: Nodes) -> None:
     forked_ranks(_trains, 2, nodes, 3, "dcp_mem", {})
-    held = nodes.held(1).find("step-3")[0]
-    (second,) = [one for one in held.manifest.segments if one.rank == FROZEN]
-    with Path(held.segment_path(second.file)).open("r+b") as file:
-        file.seek(second.nbytes // 2)
-        byte = file.read(1)[0]
-        file.seek(second.nbytes // 2)
-        file.write(bytes([byte ^ 1]))
+    directory = nodes.held(1) / "step-3"
+    (second,) = directory.glob("__0_1-*.distcp")
+    flip(second, sizes_in(directory)[second.name] // 2)
     shutil.rmtree(nodes.memory(0))
     for error in forked_ranks(_refused, 2, nodes):
         assert "CRC32C" in error or "damaged" in error

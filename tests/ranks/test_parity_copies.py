@@ -3,6 +3,7 @@
 Nodes are memory roots: each rank has the one of its node.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,8 @@ import torch.distributed as dist
 
 import dcp_mem
 from dcp_mem import ConfigError, MemoryStorageWriter, State, parity
-from dcp_mem.common.files import allocated_bytes
-from dcp_mem.format import names
-from dcp_mem.memory.checkpoint import checksums_of
-from dcp_mem.memory.job import JobMemory
-from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.held import manifest_in
+from tests.support.checkpoints.jobs import occupied, wait_until
 from tests.support.processes.forks import forked_ranks
 
 
@@ -56,30 +54,29 @@ def test_parity_is_the_xor_of_what_it_says_and_has_all_checksums_beside_it(
 ) -> None:
     outcomes = forked_ranks(_saves, nodes * per_node, memory_root, per_node, k, 2, 3 << 20)
     assert {outcome[0][:3] for outcome in outcomes} == {(State.REPLICATED, 0, min(k, nodes - 1))}
-    memories = [JobMemory(f"{memory_root}/node{node}", "job") for node in range(nodes)]
-    held = [memory.checkpoints()[0] for memory in memories]
+    held = [memory_root / f"node{node}" / "job" / "step-2" for node in range(nodes)]
+    written = manifest_in(held[0])["segments"]
+    nbytes = dict(zip(written["rank"], written["nbytes"], strict=True))
     segments = {
-        segment.rank: np.fromfile(
-            held[segment.rank // per_node].segment_path(segment.file), np.uint8
-        )
-        for segment in held[0].manifest.segments
+        rank: np.fromfile(next(held[rank // per_node].glob(f"__{rank}_0-*.distcp")), np.uint8)
+        for rank in nbytes
     }
     covered = dict.fromkeys(segments, 0)
-    for _, one in zip(memories, held, strict=True):
-        for file, record in one.stripes().items():
-            expected = np.zeros(record.stripe.nbytes, np.uint8)
-            for share in record.stripe.shares:
-                covered[share.rank] += share.stop - share.start
-                length = share.stop - share.start
-                expected[share.place : share.place + length] ^= segments[share.rank][
-                    share.start : share.stop
+    for directory in held:
+        for path in directory.glob("__parity_*.xor"):
+            record = json.loads((directory / ".dcp_mem" / f"{path.stem[2:]}.json").read_text())
+            stripe = record["body"]["stripe"]
+            expected = np.zeros(stripe["nbytes"], np.uint8)
+            for share in stripe["shares"]:
+                rank, length = share["rank"], share["stop"] - share["start"]
+                covered[rank] += length
+                expected[share["place"] : share["place"] + length] ^= segments[rank][
+                    share["start"] : share["stop"]
                 ]
-                assert len(
-                    checksums_of(one, names.segment_file(share.rank, one.manifest.save_id)).crc32c
-                )
-            found = np.fromfile(one.segment_path(file), np.uint8)[: record.stripe.nbytes]
-            assert np.array_equal(found, expected)
-    assert covered == {segment.rank: segment.nbytes for segment in held[0].manifest.segments}
+                (table,) = directory.glob(f".dcp_mem/checksums-__{rank}_0-*.json")
+                assert all(json.loads(table.read_text())["body"]["tables"].values())
+            assert np.array_equal(np.fromfile(path, np.uint8)[: stripe["nbytes"]], expected)
+    assert covered == nbytes
 
 
 def _takes(root: Path, redundancy: Any) -> int:
@@ -97,7 +94,7 @@ def _takes(root: Path, redundancy: Any) -> int:
             own = f"checksums-__{dist.get_rank()}_0-*.json"
             there = Path(memory, "job", f"step-{step}", ".dcp_mem")
             wait_until(lambda there=there, own=own: list(there.glob(own)), "checksums")  # type: ignore[misc]
-            taken = max(taken, allocated_bytes(f"{memory}/job"))
+            taken = max(taken, occupied(Path(memory, "job")))
         return taken
 
 

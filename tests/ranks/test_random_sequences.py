@@ -23,13 +23,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dcp_mem.common import faults
-from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.admission import NodeMemory, admit, retire
 from dcp_mem.policy.facts import CheckpointFacts
+from tests.support.checkpoints.held import manifest_in, segments_in
 from tests.support.checkpoints.jobs import committed_in
 from tests.support.checkpoints.plans import SAVES
-from tests.support.checkpoints.roundtrip import is_shown
+from tests.support.processes import faults
 from tests.support.processes.kill_targets import (
     CallFailed,
     Line,
@@ -282,9 +281,8 @@ class Checkpoints(RuleBasedStateMachine):
         copies = [copy for copy in self.model.memory.values() if not copy.pending]
         copy = data.draw(st.sampled_from(copies))
         self.kill()  # its mapping is no place for a short file
-        (held,) = JobMemory(self.place.root, self.place.job).find(copy.name)
-        (segment,) = held.manifest.segments
-        os.truncate(held.segment_path(segment.file), data.draw(st.integers(0, 100_000)))
+        (segment,) = segments_in(self.memory / copy.name)
+        os.truncate(segment, data.draw(st.integers(0, 100_000)))
         copy.damaged = True
 
     @precondition(lambda self: self.model.storage)
@@ -349,7 +347,9 @@ class Checkpoints(RuleBasedStateMachine):
             copy.shown = copy.shown and self._is_shown(copy)
 
     def _is_shown(self, copy: Copy) -> bool:
-        return is_shown(JobMemory(self.place.root, self.place.job), copy.name)
+        metadata = self.memory / copy.name / ".metadata"
+        save_id = manifest_in(metadata.parent)["save_id"]
+        return metadata.exists() and save_id.encode() in metadata.read_bytes()
 
     @invariant()
     def memory_is_bounded(self) -> None:

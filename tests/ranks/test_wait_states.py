@@ -1,20 +1,18 @@
 """`writer.wait(state=...)` takes a State or its text, and refuses states that never come."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
-from dcp_mem import ConfigError, MemoryStorageWriter, State, WaitTimeout
-from dcp_mem.common.values import Outcome
-from dcp_mem.config import Settings
-from dcp_mem.format import names
-from dcp_mem.format.manifest import FlushRecord
-from dcp_mem.memory.job import JobMemory
-from dcp_mem.runtime import states
-from tests.support.checkpoints.manifests import make_manifest
+from dcp_mem import ConfigError, MemoryStorageWriter, State
+from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.roundtrip import Places
+from tests.support.processes.forks import forked_ranks, raised_by
 
 
 @pytest.mark.parametrize("state", [State.COMPLETE, State.DURABLE, "complete", "durable"])
@@ -51,37 +49,30 @@ def test_what_never_reaches_storage_is_not_waited_for(memory_root: Path) -> None
         writer.wait()
 
 
-def test_what_ranks_saved_alone_under_one_name_is_waited_for_on_all_of_them(
-    places: Places,
-) -> None:
-    memory = JobMemory(places.memory, places.job)
-    for rank in (0, 1):
-        memory.make_checkpoint_directory("step-1")
-        memory.publish(
-            make_manifest(
-                scope=names.rank_scope(rank), save_id=f"a{rank}", generation=1, count=rank + 1
-            )
-        )
-
-    def wait() -> None:
-        states.wait(_settings(places), "step-1", State.DURABLE, timeout=0.05, wake=lambda _: "")
-
-    for durable in ((), (0,), (1,)):
-        _record_durable(memory, durable)
-        with pytest.raises(WaitTimeout):
-            wait()
-    _record_durable(memory, (0, 1))
-    wait()
+def _save_alone_and_wait(job: Job) -> tuple[str, int]:
+    """Save as a rank alone; what a wait raises while storage refuses rank 1's save."""
+    in_the_way = Path(str(job.url), "step-1", "__1.metadata")
+    with job.writer(agent="thread") as writer:
+        if dist.get_rank() == 0:
+            in_the_way.mkdir(parents=True)
+        dist.barrier()
+        state = {"x": torch.arange(10.0)}
+        dcp.save(state, checkpoint_id="step-1", storage_writer=writer, use_collectives=False)
+        dist.barrier()
+        error = raised_by(lambda: writer.wait("step-1", timeout=60))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            in_the_way.rmdir()
+        dist.barrier()
+        writer.wait("step-1", timeout=60)
+        stored = sum(path.is_file() for path in in_the_way.parent.glob("*.metadata"))
+        dist.barrier()
+    return type(error).__name__, stored
 
 
-def _record_durable(memory: JobMemory, ranks: tuple[int, ...]) -> None:
-    for checkpoint in memory.find("step-1"):
-        is_durable = checkpoint.manifest.scope in map(names.rank_scope, ranks)
-        outcome = Outcome.DURABLE if is_durable else ""
-        record = FlushRecord(save_id=checkpoint.manifest.save_id, outcome=outcome, durable=2.0)
-        memory.record_flush(checkpoint, record)
-
-
-def _settings(places: Places) -> Settings:
-    with places.writer() as writer:
-        return writer.settings
+@pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters,
+    reason="no use_collectives here",
+)
+def test_what_ranks_saved_alone_under_one_name_is_waited_for_on_all_of_them(job: Job) -> None:
+    assert forked_ranks(_save_alone_and_wait, 2, job) == [("FlushFailed", 2)] * 2

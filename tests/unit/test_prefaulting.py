@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dcp_mem import MemoryBudgetExceeded
-from dcp_mem.memory import mapping
-from dcp_mem.memory.mapping import Mapping
-from dcp_mem.memory.slot import Slot
+from dcp_mem.memory import slot as slot_module
+from dcp_mem.memory.recycling import retire
+from dcp_mem.memory.slot import Mapping, Slot
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.memory.views import mapped
 from dcp_mem.policy.slots import HUGE
@@ -37,9 +37,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """This kernel, and it as an older one would be: advice that it doesn't know is EINVAL."""
     unknown = 9999
     if request.param != "huge pages":
-        monkeypatch.setattr(mapping, "_COLLAPSE", unknown)
+        monkeypatch.setattr(slot_module, "_COLLAPSE", unknown)
     if request.param == "an old kernel":
-        monkeypatch.setattr(mapping, "_POPULATE_WRITE", unknown)
+        monkeypatch.setattr(slot_module, "_POPULATE_WRITE", unknown)
     return str(request.param)
 
 
@@ -204,3 +204,62 @@ def test_a_part_stays_mapped_for_as_long_as_anybody_sees_it(descriptor: int) -> 
     assert maps_of(descriptor) == 1
     del piece, part
     assert maps_of(descriptor) == 0
+
+
+# -- slots that are segments of several checkpoints ------------------------------------------------
+
+
+def _sealed(pool: SlotPool, path: Path) -> tuple[Slot, int]:
+    slot = pool.claim(1 << 20, "")
+    pool.seal(slot, str(path))
+    pool.share(slot)
+    return slot, slot.claims
+
+
+def test_a_slot_with_another_name_is_never_claimed(tmp_path: Path) -> None:
+    (tmp_path / "slots").mkdir()
+    pool = SlotPool(str(tmp_path / "slots"))
+    slot, claims = _sealed(pool, tmp_path / "one")
+    assert pool.link(slot, claims, str(tmp_path / "two"))
+    retire(str(tmp_path / "one"), str(tmp_path / "slots"))
+    assert not list((tmp_path / "slots").iterdir())
+    # Retired by a process that had looked just before the link was made:
+    os.link(tmp_path / "two", tmp_path / "slots" / "late.slot")
+    assert [one.present for one in pool.free()] == []
+    assert pool.claim(1 << 20, "") is not slot
+    retire(str(tmp_path / "two"), str(tmp_path / "slots"))
+    assert pool.claim(1 << 20, "") is slot  # its last name was that of a free slot
+
+
+def test_a_slot_that_was_claimed_again_is_not_linked(tmp_path: Path) -> None:
+    (tmp_path / "slots").mkdir()
+    pool = SlotPool(str(tmp_path / "slots"))
+    slot, claims = _sealed(pool, tmp_path / "one")
+    retire(str(tmp_path / "one"), str(tmp_path / "slots"))
+    end_hold = pool.hold(slot, claims)
+    assert end_hold is not None
+    other = pool.claim(1 << 20, "")
+    assert other is not slot
+    end_hold()
+    assert pool.claim(1 << 20, "") is slot
+    assert not pool.hold(slot, claims)
+    assert not pool.link(slot, claims, str(tmp_path / "two"))
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_segment_that_is_evicted_while_it_is_taken_back_is_a_free_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slots").mkdir()
+    pool = SlotPool(str(tmp_path / "slots"))
+    slot, _ = _sealed(pool, tmp_path / "one")
+    rename = os.rename
+
+    def evicted_first(source: str, target: str) -> None:
+        monkeypatch.undo()
+        retire(source, str(tmp_path / "slots"))  # by another process, just before
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", evicted_first)
+    pool.take_back(lambda path: False)
+    assert pool.claim(1 << 20, "") is slot

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.harness.settings import MIB
-from dcp_mem.memory.mapping import Mapping
+from dcp_mem.memory.slot import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

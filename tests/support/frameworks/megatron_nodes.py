@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from dcp_mem.integrations.megatron import MemoryCheckpointing
-from dcp_mem.memory.recoveries import recoveries_in
+from dcp_mem.memory.records import recoveries_in
 from dcp_mem.operations.inventory import job_memory
 
 _ROOT = "/nowhere/ckpts"
@@ -48,5 +48,5 @@ def load() -> tuple[int, int, bool, set[str]]:
     memory = job_memory(checkpointing.writer(_ROOT).settings)
     assert memory is not None
     # Two loads, of the common state and of the tensors, if this rank is the one that records them.
-    loads = recoveries_in(memory)
+    loads = recoveries_in(memory.directory)
     return latest, loaded["iteration"], is_same, {place for one in loads for place in one.sources}
