@@ -30,7 +30,6 @@ class StorageConformance:
     """Tests of one route. `open_storage` opens the same empty root anew each time."""
 
     tells_when_uploads_began = True
-    copies_several_parts = True
 
     @pytest.fixture
     def opened(self) -> Callable[[], Storage]:
@@ -308,8 +307,6 @@ class StorageConformance:
     ) -> None:
         data = _bytes(nbytes)
         source = Source("step-1/segment", nbytes, upload(storage, "step-1/segment", data))
-        if nbytes == LARGE and not self.copies_several_parts:
-            pytest.skip("this store copies no object of several parts by this route")
         with closing(opened().upload("step-2/segment", nbytes, source)) as going:
             copy_all(going, data)
             etag = going.etag()
