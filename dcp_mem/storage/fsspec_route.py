@@ -20,11 +20,10 @@ from dcp_mem.errors import (
 )
 from dcp_mem.storage import (
     Entry,
-    Sending,
+    InParts,
     Source,
     Unfinished,
     is_still,
-    part_count,
     part_nbytes,
     scatter,
 )
@@ -198,7 +197,7 @@ class FsspecStorage:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
-class FsspecUpload(Sending):
+class FsspecUpload(InParts):
     """An upload through a stream of fsspec's: parts in order; one that breaks off begins again.
 
     `open_stream`: returns a stream to write to; the object appears when it is closed. `check`:
@@ -214,20 +213,18 @@ class FsspecUpload(Sending):
         check: Callable[[], None],
         translator: Translator,
     ) -> None:
-        self.part_nbytes = part_nbytes(nbytes)
-        self._missing = part_count(nbytes, self.part_nbytes)
+        super().__init__(nbytes)
         self._open_stream, self._check, self._translator = open_stream, check, translator
         self._stream, self._is_open = open_stream(), True
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         with self._translator.errors():
             self._stream.write(data)
-        self._missing -= 1
+        self._missing.discard(number)
         return True
 
     def finish(self) -> None:
-        if self._missing:
-            raise ValueError(f"{self._missing} parts were never put")
+        self._check_that_all_were_put()
         with self._translator.errors():
             self._stream.close()
         self._is_open = False

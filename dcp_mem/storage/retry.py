@@ -37,6 +37,9 @@ class RetryPolicy:
 RETRIES = RetryPolicy(seconds_of_one_file=15.0)
 """For what progress depends on: another checkpoint is taken only once one file has had its time."""
 
+RETRIES_OF_A_FLUSH = RetryPolicy(tries=4, first_pause_seconds=0.2, longest_pause_seconds=3.0)
+"""Within a flush or an export: a failed one is tried again, and goes on where it stopped."""
+
 
 class RetryingStorage:
     """A storage whose requests are repeated while that may help.

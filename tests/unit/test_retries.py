@@ -15,7 +15,7 @@ from dcp_mem import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.storage import Entry, FileUnavailable, Sending, Source, Unfinished
+from dcp_mem.storage import Entry, FileUnavailable, InParts, Source, Unfinished
 from dcp_mem.storage.retry import RETRIES, RetryingStorage, RetryPolicy
 
 URL = "s3://bucket/run"
@@ -24,7 +24,7 @@ QUICK = RetryPolicy(
 )
 
 
-class _Upload(Sending):
+class _Upload(InParts):
     in_order = False
     part_nbytes = 10
 

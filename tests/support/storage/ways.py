@@ -11,6 +11,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import dcp_mem.flushing.destination
 import dcp_mem.flushing.flusher
+import dcp_mem.reader
 import dcp_mem.runtime.session
 import dcp_mem.storage
 from dcp_mem import (
@@ -28,7 +29,7 @@ from dcp_mem import (
     MemoryStorageWriter,
     NoRecoverableCheckpoint,
 )
-from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
+from dcp_mem.storage.retry import RETRIES_OF_A_FLUSH, RetryingStorage, RetryPolicy
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, make_state, save
 from tests.support.checkpoints.roundtrip import State, assert_same, blank_of
@@ -57,6 +58,8 @@ PART = max(1 << 20, LEAST_S3_PART)
 """What parts are made to have: they are of whole MiB."""
 LARGE = 2 * PART + 1000
 """Bytes of a state whose segment has three parts."""
+PATIENT = RETRIES_OF_A_FLUSH
+"""How often, and how long, a flush repeats requests for users."""
 QUICK = RetryPolicy(
     tries=4, first_pause_seconds=0.01, longest_pause_seconds=0.05, longest_asked_seconds=0.2
 )
@@ -211,11 +214,18 @@ def saved_in(directory: Path, number: int, nbytes: int = 0) -> Path:
     return directory
 
 
-def flush_quickly(patch: pytest.MonkeyPatch) -> None:
+def flush_quickly(
+    patch: pytest.MonkeyPatch, longest_pause: float = 0.05, retries: RetryPolicy = QUICK
+) -> None:
     """Have faults get over soon: short pauses, short parts."""
-    patch.setattr(dcp_mem.flushing.destination, "_RETRY_POLICY", QUICK)
-    patch.setattr(dcp_mem.flushing.flusher, "_LONGEST_PAUSE", 0.05)
+    patch.setattr(dcp_mem.flushing.flusher, "RETRIES_OF_A_FLUSH", retries)
+    patch.setattr(dcp_mem.flushing.flusher, "_LONGEST_PAUSE", longest_pause)
     patch.setattr(dcp_mem.storage, "LEAST_PART", PART)
+
+
+def load_quickly(patch: pytest.MonkeyPatch) -> None:
+    """Have faults of a load get over soon."""
+    patch.setattr(dcp_mem.reader, "open_storage", partial(open_storage, retry_policy=QUICK))
 
 
 def put_into(memory_root: Path, saved: Path) -> None:
