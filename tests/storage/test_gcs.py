@@ -13,13 +13,12 @@ import pytest
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from dcp_mem import State, StorageRefused
-from tests.storage.test_agent_kills import serve, stored_parts
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.roundtrip import through_fsspec
 from tests.support.processes.forks import forked
 from tests.support.storage import ways
 from tests.support.storage.proxy import CorruptBody, Delay, LoseAnswer
-from tests.support.storage.ways import LARGE, NAME, Way, assert_whole, load_state, put_into
+from tests.support.storage.ways import LARGE, NAME, Way, assert_whole, load_state, put_into, serve
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -62,11 +61,11 @@ def test_an_agent_killed_after_a_part_is_followed_by_one_that_sends_only_the_res
     put_into(memory_root, large)
     with pytest.raises(AssertionError, match="SIGKILL"):
         forked(serve, gs_way.job(memory_root), "flush.part:kill:2")
-    before = stored_parts(gs_way)
+    before = gs_way.stored_parts()
     assert len(before) >= 2
     gs_way.proxy.reset()
     assert forked(serve, gs_way.job(memory_root)) == "durable"
-    sent = stored_parts(gs_way)
+    sent = gs_way.stored_parts()
     assert not before & sent, "parts that were up were sent again"
     assert len(before | sent) == 3
     assert_whole(gs_way, memory_root, 1, LARGE)

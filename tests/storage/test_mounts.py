@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from dcp_mem import CheckpointExists, FlushFailed, State
-from tests.storage.test_agent_kills import serve
 from tests.support.checkpoints.jobs import Job, save, wait_until
 from tests.support.command import command
 from tests.support.processes.forks import forked
@@ -20,7 +19,7 @@ from tests.support.storage import ways
 from tests.support.storage.conformance import StorageConformance
 from tests.support.storage.file_systems import mounted_rclone, mounted_s3fs, needs_root
 from tests.support.storage.servers import S3Server, StorageRoot
-from tests.support.storage.ways import LARGE, load_state, put_into, without_memory
+from tests.support.storage.ways import LARGE, load_state, put_into, serve, without_memory
 
 pytestmark = [
     pytest.mark.timeout(180),

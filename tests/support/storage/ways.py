@@ -8,6 +8,7 @@ assert_whole(way, memory_root, 1)
 """
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import dcp_mem.flushing.agent
 import dcp_mem.flushing.flusher
 import dcp_mem.reader
 import dcp_mem.runtime.session
@@ -29,6 +31,9 @@ from dcp_mem import (
     MemoryStorageWriter,
     NoRecoverableCheckpoint,
 )
+from dcp_mem.common import faults
+from dcp_mem.flushing.registration import Registration
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.storage.retry import RETRIES_OF_A_FLUSH, RetryingStorage, RetryPolicy
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, make_state, save
@@ -94,6 +99,10 @@ class Way:
     def asked(self, step: str) -> list[Exchange]:
         """The requests of one step so far."""
         return [one for one in self.proxy.requests if self.steps[step](as_request(one))]
+
+    def stored_parts(self) -> set[str]:
+        """Parts that storage has taken, by what was asked for."""
+        return {one.target for one in self.asked("part") if one.status in (200, 201)}
 
     def storage(self) -> RetryingStorage:
         """The job's root, past the proxy."""
@@ -241,6 +250,27 @@ def writing(job: Job, *, overwrite: bool = True) -> Iterator[MemoryStorageWriter
         yield writer
     finally:
         writer.close(flush=False)
+
+
+def serve(job: Job, armed: str = "", overwrite: bool = True) -> str:
+    """Be the job's agent until nothing is left to do; return what became of the checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        flush_quickly(patch)
+        patch.setattr(dcp_mem.flushing.agent, "_LINGER", 0.1)
+        patch.setattr(dcp_mem.flushing.agent, "_LOOK", 0.1)
+        os.makedirs(f"{job.memory}/.agent", mode=0o700, exist_ok=True)
+        faults.arm(armed)
+        dcp_mem.flushing.agent.run(
+            job.memory,
+            Registration(
+                job=job.name or "",
+                url=job.url or "",
+                overwrite=overwrite,
+                storage_options=job.storage_options,
+            ),
+        )
+    (held,) = JobMemory(job.memory, job.name or "").checkpoints()
+    return f"{held.flush.outcome} {held.flush.error}".strip()
 
 
 def start(writer: MemoryStorageWriter) -> None:
