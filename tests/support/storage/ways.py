@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ import dcp_mem.runtime.session
 import dcp_mem.storage
 from dcp_mem import (
     CheckpointStatus,
+    FlushFailed,
     MemoryStorageReader,
     MemoryStorageWriter,
     NoRecoverableCheckpoint,
@@ -243,9 +244,11 @@ def put_into(memory_root: Path, saved: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(job: Job, *, overwrite: bool = True) -> Iterator[MemoryStorageWriter]:
-    """A writer that flushes in a thread of this process, and isn't waited for at the end."""
-    writer = job.writer(agent="thread", overwrite=overwrite)
+def writing(
+    job: Job, *, overwrite: bool = True, agent: Literal["process", "thread"] = "thread"
+) -> Iterator[MemoryStorageWriter]:
+    """A writer that mostly flushes in a thread of this process, and isn't waited for at the end."""
+    writer = job.writer(agent=agent, overwrite=overwrite)
     try:
         yield writer
     finally:
@@ -275,7 +278,7 @@ def serve(job: Job, armed: str = "", overwrite: bool = True) -> str:
 
 def start(writer: MemoryStorageWriter) -> None:
     """Have it flush, and go on."""
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, FlushFailed):
         writer.wait(timeout=0)
 
 
