@@ -51,7 +51,7 @@ from dcp_mem.format.metadata_template import template_of
 from dcp_mem.memory.checkpoint import LocalCheckpoint, rejection_in
 from dcp_mem.memory.locks import end_lease, share, try_lease
 from dcp_mem.policy.order import is_newer
-from dcp_mem.storage import Storage
+from dcp_mem.storage import is_still
 from dcp_mem.storage.listing import committed_under
 
 _MOST_RANKS = 8
@@ -300,7 +300,7 @@ def commit(job: FlushJob) -> bytes:
         _put_metadata(job, key, before, metadata)
     except (CheckpointExists, StorageUnavailable):
         # The answer may have been lost on its way, or an earlier attempt of ours has succeeded.
-        if not _holds(job.storage, key, metadata):
+        if not is_still(job.storage, key, metadata):
             raise
     faults.point("flush.committed")
     return before
@@ -364,10 +364,3 @@ def _is_committed(job: FlushJob) -> bool:
 
 def _md5(metadata: bytes) -> str:
     return hashlib.md5(metadata, usedforsecurity=False).hexdigest()
-
-
-def _holds(storage: Storage, key: str, data: bytes) -> bool:
-    try:
-        return storage.get(key) == data
-    except StorageKeyMissing:
-        return False

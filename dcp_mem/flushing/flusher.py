@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
@@ -18,12 +19,15 @@ from dcp_mem.flushing.commit import (
     Superseded,
     flush,
 )
-from dcp_mem.flushing.destination import Destination
 from dcp_mem.flushing.exporter import JobExporter
+from dcp_mem.flushing.metering import Throttle
+from dcp_mem.flushing.ownership import Ownership
 from dcp_mem.flushing.parts import FlushJob
 from dcp_mem.flushing.progress import FlushAttempt, add_to_stored_history
 from dcp_mem.flushing.queue import FlushQueue
 from dcp_mem.flushing.registration import Registration, environment_of
+from dcp_mem.flushing.retention import Retainer
+from dcp_mem.flushing.reuse import Reuse
 from dcp_mem.format import names
 from dcp_mem.format.history import row_of
 from dcp_mem.format.manifest import FlushRecord
@@ -32,6 +36,8 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.order import is_newer
 from dcp_mem.policy.retention import Retention
 from dcp_mem.storage.listing import committed_under, mark_rejected
+from dcp_mem.storage.retry import RETRIES_OF_A_FLUSH, RetryingStorage
+from dcp_mem.storage.routes import open_storage
 
 _LONGEST_PAUSE = 60.0
 """Seconds between two tries of a failed flush."""
@@ -62,6 +68,33 @@ class _Retry:
         return _Retry(time.monotonic() + self.pause, pause)
 
 
+class _Destination:
+    """A registration's storage, opened within `environment_of` the registration, and what is kept
+    with it from flush to flush: file systems cost connections, and some are never freed.
+    """
+
+    def __init__(self, registration: Registration, queue: FlushQueue) -> None:
+        self._registration, self._queue = registration, queue
+        self.throttle = Throttle(registration.upload_limit)
+        self.reuse = Reuse() if registration.reuse_stored else None
+        self.retainer = Retainer()
+
+    @cached_property
+    def storage(self) -> RetryingStorage:
+        registration = self._registration
+        return open_storage(registration.url, registration.storage_options, RETRIES_OF_A_FLUSH)
+
+    @cached_property
+    def ownership(self) -> Ownership:
+        return Ownership(self._queue.memory(), self.storage, self._queue.is_live)
+
+    def forget(self) -> None:
+        """Have the storage opened, and looked at, anew: something has failed."""
+        self.retainer = Retainer()
+        for name in ("storage", "ownership"):
+            self.__dict__.pop(name, None)
+
+
 class JobFlusher:
     """Flushes one job's checkpoints, one at a time. `register`, `retry` and what only asks may be
     called from any thread; one thread calls the rest.
@@ -72,7 +105,7 @@ class JobFlusher:
         self.exporter = JobExporter(root, registration.job)
         self.last_turn = 0.0
         self.registration = registration
-        self._destination = Destination(registration, self.queue)
+        self._destination = _Destination(registration, self.queue)
         self._claim: _Retry | None = None
         self._marked: set[str] = set()  # save ids that storage has marked, or hasn't any more
         self._mark_retry: _Retry | None = None  # where storage hasn't taken a mark
@@ -92,7 +125,7 @@ class JobFlusher:
         self._claim = self._claim or _Retry()
         is_same = registration.has_same_destination(known)
         if not is_same:
-            self._destination = Destination(registration, self.queue)
+            self._destination = _Destination(registration, self.queue)
         if registration.now or not is_same or registration.nodes != known.nodes:
             self.retry()
 
@@ -227,7 +260,9 @@ class JobFlusher:
             if has_committed and registration.keep_storage is not None:
                 self._retain(attempt, destination, registration.keep_storage)
 
-    def _flushed(self, attempt: FlushAttempt, destination: Destination) -> tuple[FlushRecord, bool]:
+    def _flushed(
+        self, attempt: FlushAttempt, destination: _Destination
+    ) -> tuple[FlushRecord, bool]:
         """Run the commit protocol; return what to record, and whether this node has committed."""
         registration, memory, checkpoint = attempt.registration, attempt.memory, attempt.checkpoint
         storage = destination.storage
@@ -288,7 +323,7 @@ class JobFlusher:
             )
         return lost, state.damaged
 
-    def _retain(self, attempt: FlushAttempt, destination: Destination, policy: Retention) -> None:
+    def _retain(self, attempt: FlushAttempt, destination: _Destination, policy: Retention) -> None:
         """Delete from storage what the job doesn't keep, now that this checkpoint is there."""
         registration, memory = attempt.registration, attempt.memory
         try:

@@ -37,10 +37,6 @@ class Ownership:
         self._memory, self._storage, self._is_live = memory, storage, is_live
         self._claims: dict[int, tuple[str, str]] = {}  # run, and who that is, by generation
 
-    @property
-    def storage(self) -> Storage:
-        return self._storage
-
     def claim(self) -> None:
         """Take generations for the runs in this memory that have none yet; oldest run first."""
         for _ in range(_TRIES):

@@ -31,10 +31,9 @@ from dcp_mem.operations.huggingface_directory import make_directory
 from dcp_mem.options import settings
 from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import committed_under
-from dcp_mem.storage.retry import RetryPolicy
+from dcp_mem.storage.retry import RETRIES_OF_A_FLUSH
 from dcp_mem.storage.routes import open_storage
 
-_RETRY_POLICY = RetryPolicy(tries=4, first_pause_seconds=0.2, longest_pause_seconds=3.0)
 _NICENESS = 4
 """Above the agent's."""
 _PAUSE = 0.1
@@ -136,7 +135,7 @@ def _after_error(records: ExportRecords, record: ExportRecord, error: DcpMemErro
 def _refuse_rejected(memory: JobMemory, chosen: Settings, record: ExportRecord) -> None:
     """Raise Rejected where memory says so, or storage."""
     assert chosen.url is not None
-    storage = open_storage(chosen.url, chosen.storage_options, _RETRY_POLICY)
+    storage = open_storage(chosen.url, chosen.storage_options, RETRIES_OF_A_FLUSH)
     here = [(one.manifest.save_id, one.rejected) for one in memory.find(record.name)]
     there = ((one.save_id, one.rejected) for one in committed_under(storage, record.name))
     for save_id, why in (*here, *there):
@@ -149,7 +148,7 @@ def _target(chosen: Settings, export: HuggingFaceExport) -> Storage:
     if options is None:
         is_same = export.to.partition("://")[0] == url.partition("://")[0]
         options = chosen.storage_options if is_same and "://" in export.to else {}
-    return open_storage(export.to, options, _RETRY_POLICY)
+    return open_storage(export.to, options, RETRIES_OF_A_FLUSH)
 
 
 def main() -> None:

@@ -157,11 +157,17 @@ class Upload(Protocol):
         """
 
 
-class Sending:
-    """The part of an `Upload` that has nothing copied."""
+class InParts:
+    """What uploads have in common: which parts there are; nothing is copied."""
 
     copies = Copies.NOTHING
     verifies_copies = False
+    _etag = ""
+
+    def __init__(self, nbytes: int) -> None:
+        self.part_nbytes = part_nbytes(nbytes)
+        self._nbytes = nbytes
+        self._missing = set(range(part_count(nbytes, self.part_nbytes)))
 
     def copy_part(self, number: int, crc32c: int) -> bool:
         return False
@@ -170,7 +176,16 @@ class Sending:
         return False
 
     def etag(self) -> str:
-        return ""
+        return self._etag
+
+    def _range(self, number: int) -> tuple[int, int]:
+        """Return where a part begins, and its length."""
+        start = number * self.part_nbytes
+        return start, min(self.part_nbytes, self._nbytes - start)
+
+    def _check_that_all_were_put(self) -> None:
+        if self._missing:
+            raise ValueError(f"{len(self._missing)} parts were never put")
 
 
 class StoredFiles(Protocol):

@@ -20,7 +20,7 @@ from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import (
     Copies,
     Entry,
-    Sending,
+    InParts,
     Source,
     Unfinished,
     part_count,
@@ -42,6 +42,7 @@ _MOST_COPIED = 256 << 20
 _CANT_COPY = {400, 401, 403, 404, 409, 412, 416, 501}
 _COPIES_BLOCKS = "DCP_MEM_AZURE_COPY_BLOCKS"
 """Variable that allows `Put Block From URL`, which no emulator knows, so no test has shown it."""
+_MISSING: dict[str, Any] = {"match_condition": MatchConditions.IfMissing}
 _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 
 
@@ -87,21 +88,22 @@ class AzureStorage:
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         with self._translator.errors():
             try:
-                if len(data) <= _PUT_AT_ONCE:
-                    self._blob(key).upload_blob(data, overwrite=not create, validate_content=True)
-                else:
-                    condition = {"match_condition": MatchConditions.IfMissing} if create else {}
-                    self._put_in_parts(key, memoryview(data), condition)
+                self._store(key, data, _MISSING if create else {})
             except HttpResponseError as error:
                 if create and says(error, *_THERE):
                     raise CheckpointExists(key.rpartition("/")[0], self.url) from None
                 raise
 
-    def _put_in_parts(self, key: str, data: memoryview, condition: Mapping[str, Any]) -> None:
+    def _store(self, key: str, data: bytes, condition: Mapping[str, Any]) -> None:
+        blob, view = self._blob(key), memoryview(data)
+        if len(data) <= _PUT_AT_ONCE:
+            is_new = condition.get("match_condition") is MatchConditions.IfMissing
+            blob.upload_blob(data, overwrite=not is_new, validate_content=True, **condition)
+            return
         # No stored blocks are counted on: they may be of other bytes.
-        upload = AzureUpload(self._blob(key), len(data), set(), self._translator)
+        upload = AzureUpload(blob, len(data), set(), self._translator)
         for number in range(part_count(len(data), upload.part_nbytes)):
-            part = data[number * upload.part_nbytes :][: upload.part_nbytes]
+            part = view[number * upload.part_nbytes :][: upload.part_nbytes]
             upload.put_part(number, part, checksum(part))
         upload.commit(**condition)
 
@@ -149,16 +151,26 @@ class AzureStorage:
         return found
 
     def delete(self, key: str) -> None:
+        self._delete(key, {})
+
+    def _delete(self, key: str, condition: Mapping[str, Any]) -> bool:
+        """Delete a blob, and directories that are empty then; return whether it was there."""
         was_there = True
         try:
             with self._translator.errors(key):
-                # Because of `delete_snapshots`, an account with directories refuses to delete a
-                # directory here, even an empty one.
-                self._blob(key).delete_blob(delete_snapshots="include")
+                try:
+                    # Because of `delete_snapshots`, an account with directories refuses to delete a
+                    # directory here, even an empty one.
+                    self._blob(key).delete_blob(delete_snapshots="include", **condition)
+                except HttpResponseError as error:
+                    if condition and says(error, *_CHANGED):
+                        return False
+                    raise
         except StorageKeyMissing:
             was_there = False
         if self._may_have_directories:
             self._remove_empty_directories(key.rpartition("/")[0], was_there=was_there)
+        return was_there
 
     def _remove_empty_directories(self, directory: str, *, was_there: bool) -> None:
         """Remove a directory that is empty now, and those above it: they would stay without files.
@@ -173,9 +185,7 @@ class AzureStorage:
                     facts = blob.get_blob_properties()
                     if not _is_marker(facts):
                         return
-                    blob.delete_blob(
-                        etag=str(facts.etag), match_condition=MatchConditions.IfNotModified
-                    )
+                    blob.delete_blob(**_unchanged(str(facts.etag)))
             except StorageKeyMissing:
                 self._may_have_directories = not (is_first and was_there)
                 return
@@ -192,12 +202,7 @@ class AzureStorage:
             return False
         with self._translator.errors():
             try:
-                if len(new) <= _PUT_AT_ONCE:
-                    self._blob(key).upload_blob(
-                        new, overwrite=True, validate_content=True, **_unchanged(etag)
-                    )
-                else:
-                    self._put_in_parts(key, memoryview(new), _unchanged(etag))
+                self._store(key, new, _unchanged(etag))
             except HttpResponseError as error:
                 if says(error, *_CHANGED):
                     return False
@@ -208,19 +213,7 @@ class AzureStorage:
         etag = self._etag_of(key, old)
         if etag is None:
             return False
-        try:
-            with self._translator.errors(key):
-                try:
-                    self._blob(key).delete_blob(delete_snapshots="include", **_unchanged(etag))
-                except HttpResponseError as error:
-                    if says(error, *_CHANGED):
-                        return False
-                    raise
-        except StorageKeyMissing:
-            return False
-        if self._may_have_directories:
-            self._remove_empty_directories(key.rpartition("/")[0], was_there=True)
-        return True
+        return self._delete(key, _unchanged(etag))
 
     def _etag_of(self, key: str, data: bytes) -> str | None:
         """Return the ETag of a blob; None where it isn't these bytes, or is gone."""
@@ -251,10 +244,8 @@ class AzureStorage:
             # Blocks are dropped only by a commit that leaves them out: commit an empty blob, and
             # delete it.
             try:
-                made = blob.commit_block_list([], match_condition=MatchConditions.IfMissing)
-                blob.delete_blob(
-                    etag=str(made["etag"]), match_condition=MatchConditions.IfNotModified
-                )
+                made = blob.commit_block_list([], **_MISSING)
+                blob.delete_blob(**_unchanged(str(made["etag"])))
             except HttpResponseError as error:
                 if status_of(error) not in (409, 412):  # there is an object
                     raise
@@ -268,7 +259,7 @@ class AzureStorage:
         return f"{path}/" if path else ""
 
 
-class AzureUpload(Sending):
+class AzureUpload(InParts):
     """Blocks of a blob, and the commit that makes a blob of them.
 
     A block's id says which part it is, and of which bytes: a block that an earlier process has put
@@ -292,13 +283,11 @@ class AzureUpload(Sending):
         source: tuple[BlobClient, str] | None = None,
         copies: Copies = Copies.NOTHING,
     ) -> None:
-        self.part_nbytes = part_nbytes(nbytes)
+        super().__init__(nbytes)
         self._blob, self._stored, self._translator = blob, stored, translator
-        self._nbytes, self._source, self._etag = nbytes, source, ""
-        self.copies = copies
+        self._source, self.copies = source, copies
         self.on_wrong_copy: Callable[[], None] = _nobody
         self._copied: set[str] = set()
-        self._missing = set(range(part_count(nbytes, self.part_nbytes)))
         self._put: dict[int, str] = {}
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
@@ -316,8 +305,7 @@ class AzureUpload(Sending):
         if self._source is None or self.copies is not Copies.PARTS:
             return False
         blob, etag = self._source
-        start = number * self.part_nbytes
-        nbytes = min(self.part_nbytes, self._nbytes - start)
+        start, nbytes = self._range(number)
         block = _block_id(number, crc32c, nbytes)
         if block not in self._stored:
             with self._translator.errors():
@@ -357,12 +345,8 @@ class AzureUpload(Sending):
         self._etag = str(facts.etag)
         return answer["copy_status"] == "success" and facts.size == self._nbytes
 
-    def etag(self) -> str:
-        return self._etag
-
     def finish(self) -> None:
-        if self._missing:
-            raise ValueError(f"{len(self._missing)} parts were never put")
+        self._check_that_all_were_put()
         with self._translator.errors():
             self._check_copies()
             self.commit()

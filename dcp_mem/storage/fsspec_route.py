@@ -1,34 +1,29 @@
 """Storage behind any fsspec URL, through fsspec itself, with bounded memory.
 
-Few of fsspec's file systems copy a file on the server: most of them download and upload it, which
-costs more than sending what lies in memory. So only those that are listed here are asked to copy.
+Nothing is copied there: most of fsspec's file systems download and upload a file for that, which
+costs more than sending what lies in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any
 
-from dcp_mem.common.log import log
 from dcp_mem.errors import (
     CheckpointExists,
-    DcpMemError,
     StorageKeyMissing,
     StorageRefused,
     StorageUnavailable,
 )
 from dcp_mem.storage import (
-    Copies,
     Entry,
-    Sending,
+    InParts,
     Source,
     Unfinished,
     is_still,
-    part_count,
     part_nbytes,
     scatter,
 )
@@ -55,33 +50,6 @@ _WITHOUT_DIRECTORIES = {
     "http",
     "https",
 }
-_MOST_FAILED_COPIES = 3
-"""In a row: then the storage isn't asked any more. A store may begin a copy, and keep what it has
-of it as an unfinished upload."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerCopies:
-    """What makes the server of a file system copy an object."""
-
-    digest: str  # The field of `info` that stands for an object's bytes. A copy's must be the same.
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-_COPYING = {
-    # Part by part, as the object was put: then a copy has its ETag, an MD5 of all of its parts.
-    "s3fs.core.S3FileSystem": ServerCopies(digest="ETag", options={"preserve_etag": True})
-}
-
-
-def server_copies_of(cls: type) -> ServerCopies | None:
-    """Return how a file system has its server copy; None where it isn't known to do so.
-
-    Not listed: adlfs begins a copy, and doesn't wait for its end; SFTP and FTP have none in fsspec;
-    HDFS's, and that of most others, reads and writes.
-    """
-    classes = (f"{one.__module__}.{one.__qualname__}" for one in cls.__mro__)
-    return next((_COPYING[one] for one in classes if one in _COPYING), None)
 
 
 class FsspecStorage:
@@ -94,8 +62,6 @@ class FsspecStorage:
             self._fs, self._root = file_system_of(url, storage_options)
         protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
         self._directories = protocol not in _WITHOUT_DIRECTORIES
-        self._copies = server_copies_of(type(self._fs))
-        self._failed_copies = 0
 
     def upload(self, key: str, nbytes: int, source: Source | None = None) -> FsspecUpload:
         path = self._path(key)
@@ -107,53 +73,18 @@ class FsspecStorage:
                 block_nbytes = max(part_nbytes(nbytes), _LEAST_BLOCK)
                 return self._fs.open(path, "wb", block_size=block_nbytes)
 
-        copy = None
-        if self._copies is not None and source is not None and source.nbytes == nbytes:
-            copy = partial(self._copy, source, key)
         return FsspecUpload(
-            open_stream, nbytes, partial(self._stored, key, nbytes), self._translator, copy
+            open_stream, nbytes, partial(self._check_size, key, nbytes), self._translator
         )
 
-    def _stored(self, key: str, nbytes: int) -> str:
-        """Return the digest of an object that has just been stored; raise if it isn't whole."""
+    def _check_size(self, key: str, nbytes: int) -> None:
+        """Raise StorageUnavailable where an object that has just been stored isn't whole."""
         with self._translator.errors():
-            facts = self._fs.info(self._path(key))
-        stored = int(facts["size"])
+            stored = int(self._fs.info(self._path(key))["size"])
         if stored != nbytes:
             raise StorageUnavailable(
                 self.url, f"{key} has {stored} bytes after an upload of {nbytes}"
             )
-        return self._digest(facts)
-
-    def _digest(self, facts: Mapping[str, Any]) -> str:
-        return "" if self._copies is None else str(facts.get(self._copies.digest) or "")
-
-    def _copy(self, source: Source, key: str) -> str:
-        """Have an object copied; return its digest, or "" where it can't be had that way."""
-        if self._copies is None or not source.etag:
-            return ""
-        path = self._path(source.key)
-        try:
-            with self._translator.errors(source.key):
-                if self._digest(self._fs.info(path)) != source.etag:
-                    return ""
-                self._fs.cp_file(path, self._path(key), **self._copies.options)
-            digest = self._stored(key, source.nbytes)
-        except StorageKeyMissing:
-            return ""
-        except DcpMemError as error:
-            return self._note_failed_copy(str(error))
-        if digest != source.etag:  # where objects are encrypted, it may not be of the bytes alone
-            return self._note_failed_copy(f"a copy of {source.key} has another digest")
-        self._failed_copies = 0
-        return digest
-
-    def _note_failed_copy(self, why: str) -> str:
-        self._failed_copies += 1
-        log.info("%s can't copy, so bytes are sent: %s", self.url, why)
-        if self._failed_copies >= _MOST_FAILED_COPIES:
-            self._copies = None
-        return ""
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         path = self._path(key)
@@ -266,58 +197,38 @@ class FsspecStorage:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
-class FsspecUpload(Sending):
+class FsspecUpload(InParts):
     """An upload through a stream of fsspec's: parts in order; one that breaks off begins again.
 
-    `open_stream`: returns a stream to write to; the object appears when it is closed. `stored`:
-    called once the stream is closed; raises where the object isn't whole. Returns what stands for
-    its bytes. `copy`: has all of the source copied, in place of a stream; returns the same, or ""
-    where it has no copy. None: there is nothing to copy.
+    `open_stream`: returns a stream to write to; the object appears when it is closed. `check`:
+    called once the stream is closed; raises where the object isn't whole.
     """
 
     in_order = True
-    verifies_copies = True
 
     def __init__(
         self,
         open_stream: Callable[[], Any],
         nbytes: int,
-        stored: Callable[[], str],
+        check: Callable[[], None],
         translator: Translator,
-        copy: Callable[[], str] | None = None,
     ) -> None:
-        self.part_nbytes = part_nbytes(nbytes)
-        self.copies = Copies.NOTHING if copy is None else Copies.WHOLE
-        self._missing = part_count(nbytes, self.part_nbytes)
-        self._open_stream, self._stored, self._translator = open_stream, stored, translator
-        self._copy, self._etag = copy, ""
+        super().__init__(nbytes)
+        self._open_stream, self._check, self._translator = open_stream, check, translator
         self._stream, self._is_open = open_stream(), True
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
-        if not self._is_open:
-            self._stream, self._is_open = self._open_stream(), True
         with self._translator.errors():
             self._stream.write(data)
-        self._missing -= 1
+        self._missing.discard(number)
         return True
 
-    def copy_whole(self) -> bool:
-        if self._copy is None:
-            return False
-        self.close()  # parts that are put after all need a new stream
-        self._etag = self._copy()
-        return bool(self._etag)
-
-    def etag(self) -> str:
-        return self._etag
-
     def finish(self) -> None:
-        if self._missing:
-            raise ValueError(f"{self._missing} parts were never put")
+        self._check_that_all_were_put()
         with self._translator.errors():
             self._stream.close()
         self._is_open = False
-        self._etag = self._stored()
+        self._check()
 
     def close(self) -> None:
         if self._is_open:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from dcp_mem.common.files import remove, sync_directory
 from dcp_mem.errors import StorageRefused, StorageUnavailable
-from dcp_mem.storage import Copies, Sending, UploadBroken, part_count, part_nbytes
+from dcp_mem.storage import Copies, InParts, UploadBroken
 from dcp_mem.storage.posix_paths import DESCRIPTORS
 
 MODE = 0o666  # less the umask: a checkpoint is for whoever may read the root
@@ -21,7 +21,7 @@ _LOST_TEXT = "What was written before may be lost: the file is begun anew"
 _CLONE_RANGE = 0x4020940D  # FICLONERANGE: Python has no name for it
 
 
-class PosixUpload(Sending):
+class PosixUpload(InParts):
     """A file that gets its name once it is whole.
 
     Until then it has a name of its own: two flushers of one segment don't write to the same file.
@@ -43,15 +43,14 @@ class PosixUpload(Sending):
         translated: Callable[[], AbstractContextManager[None]],
         source: int | None = None,
     ) -> None:
-        self.part_nbytes = part_nbytes(nbytes)
+        super().__init__(nbytes)
         self._directory, self._path = directory, f"{DESCRIPTORS}/{directory}/{name}"
         self._translated = translated
-        self._missing = set(range(part_count(nbytes, self.part_nbytes)))
         self._part = f"{self._path}.{uuid.uuid4().hex[:8]}.part"
         self._descriptor = os.open(
             self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, MODE
         )
-        self._nbytes, self._source, self._etag = nbytes, source, ""
+        self._source = source
         self._is_named = self._is_link = False
         self._loss: tuple[str, str] | None = None  # storage, and why
         if source is not None:
@@ -94,8 +93,7 @@ class PosixUpload(Sending):
         """Clone the blocks of a part; return whether the file system has done it."""
         if self._source is None:
             return False
-        start = number * self.part_nbytes
-        nbytes = min(self.part_nbytes, self._nbytes - start)
+        start, nbytes = self._range(number)
         wanted = struct.pack("qQQQ", self._source, start, nbytes, start)
         try:
             fcntl.ioctl(self._descriptor, _CLONE_RANGE, wanted)
@@ -132,9 +130,6 @@ class PosixUpload(Sending):
             sync_directory(os.path.dirname(self._path))
         return self._is_link
 
-    def etag(self) -> str:
-        return self._etag
-
     def _note(self, descriptor: int) -> None:
         with self._translated():
             self._etag = identity_of(os.fstat(descriptor))
@@ -142,8 +137,7 @@ class PosixUpload(Sending):
     def finish(self) -> None:
         if not self._is_named:
             with self._writing():
-                if self._missing:
-                    raise ValueError(f"{len(self._missing)} parts of {self._path} were never put")
+                self._check_that_all_were_put()
                 os.fsync(self._descriptor)
         with self._translated():
             if not self._is_named:

@@ -5,13 +5,12 @@ With jittered pauses, a deadline, and one circuit breaker for all requests to a 
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import CredentialsExpired, StorageUnavailable
@@ -37,6 +36,9 @@ class RetryPolicy:
 
 RETRIES = RetryPolicy(seconds_of_one_file=15.0)
 """For what progress depends on: another checkpoint is taken only once one file has had its time."""
+
+RETRIES_OF_A_FLUSH = RetryPolicy(tries=4, first_pause_seconds=0.2, longest_pause_seconds=3.0)
+"""Within a flush or an export: a failed one is tried again, and goes on where it stopped."""
 
 
 class RetryingStorage:
@@ -127,9 +129,6 @@ class _Requests:
     def __init__(self, policy: RetryPolicy) -> None:
         self.retries = 0
         self._policy = policy
-        self._backoff = wait_random_exponential(
-            policy.first_pause_seconds, policy.longest_pause_seconds
-        )
         self._lock = threading.Lock()
         self._failures = 0  # in a row, of all requests
         self._since = 0.0
@@ -137,56 +136,55 @@ class _Requests:
 
     def repeat(self, act: Callable[[], T]) -> T:
         """Return what `act` returns, at once or in the end; raise what it raised last."""
-        retrying = Retrying(
-            retry=retry_if_exception(_may_pass),
-            wait=self._pause,
-            stop=self._is_enough,
-            before_sleep=self._note,
-            reraise=True,
-        )
-        try:
-            result = retrying(act)
-        except OfOneFile:
-            raise
-        except StorageUnavailable as error:
-            raise self._with_facts(error) from None
-        with self._lock:
-            self._failures, self._is_open = 0, False
-        return result
+        begun, tries = time.monotonic(), 0
+        while True:
+            tries += 1
+            try:
+                result = act()
+            except (CredentialsExpired, UploadBroken):
+                raise
+            except StorageUnavailable as error:
+                waited = time.monotonic() - begun
+                if isinstance(error, OfOneFile):
+                    if self._is_enough_of_one_file(tries, waited):
+                        raise
+                elif self._is_enough(tries, waited):
+                    raise self._with_facts(error) from None
+                with self._lock:
+                    self.retries += 1
+                log.info("%s; trying again (%d)", error, tries)
+                time.sleep(self._pause(tries, error.retry_after))
+            else:
+                with self._lock:
+                    self._failures, self._is_open = 0, False
+                return result
 
-    def _is_enough(self, state: RetryCallState) -> bool:
-        policy, waited = self._policy, time.monotonic() - state.start_time
-        if state.outcome is not None and isinstance(state.outcome.exception(), OfOneFile):
-            is_tried_out = state.attempt_number >= min(policy.tries, policy.tries_of_one_file)
-            return is_tried_out and waited >= policy.seconds_of_one_file
+    def _is_enough_of_one_file(self, tries: int, waited: float) -> bool:
+        policy = self._policy
+        is_tried_out = tries >= min(policy.tries, policy.tries_of_one_file)
+        return is_tried_out and waited >= policy.seconds_of_one_file
+
+    def _is_enough(self, tries: int, waited: float) -> bool:
+        """Count a failure; return whether this request, or any other, has been tried out."""
+        policy = self._policy
         with self._lock:
             self._since = self._since if self._failures else time.monotonic()
             self._failures += 1
-            is_late = waited > policy.deadline_seconds
-            tried_out = state.attempt_number >= policy.tries or is_late
-            self._is_open = self._is_open or tried_out
+            is_tried_out = tries >= policy.tries or waited > policy.deadline_seconds
+            self._is_open = self._is_open or is_tried_out
             return self._is_open
 
-    def _pause(self, state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome is not None else None
-        asked = error.retry_after if isinstance(error, StorageUnavailable) else 0.0
-        return max(self._backoff(state), min(asked, self._policy.longest_asked_seconds))
-
-    def _note(self, state: RetryCallState) -> None:
-        with self._lock:
-            self.retries += 1
-        error = state.outcome.exception() if state.outcome is not None else None
-        log.info("%s; trying again (%d)", error, state.attempt_number)
+    def _pause(self, tries: int, asked: float) -> float:
+        """Return a random pause, at most one that doubles with each try, or what is asked for."""
+        policy = self._policy
+        most = policy.first_pause_seconds * 2.0 ** min(tries - 1, 30)
+        pause = random.uniform(0, min(most, policy.longest_pause_seconds))
+        return max(pause, min(asked, policy.longest_asked_seconds))
 
     def _with_facts(self, error: StorageUnavailable) -> StorageUnavailable:
         with self._lock:
             failures, seconds = self._failures, time.monotonic() - self._since
-        if failures < 2 or not _may_pass(error):
+        if failures < 2:
             return error
         facts = f"{error.reason} ({failures} requests in a row have failed, for {seconds:.1f} s)"
         return StorageUnavailable(error.url, facts, error.retry_after)
-
-
-def _may_pass(error: BaseException) -> bool:
-    is_final = isinstance(error, (CredentialsExpired, UploadBroken))
-    return isinstance(error, StorageUnavailable) and not is_final

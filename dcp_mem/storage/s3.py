@@ -17,7 +17,7 @@ from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import (
     Copies,
     Entry,
-    Sending,
+    InParts,
     Source,
     Unfinished,
     Upload,
@@ -311,7 +311,7 @@ class _Original:
         return is_known and _bare(result["ETag"]) == self.parts[number]
 
 
-class _S3Upload(Sending):
+class _S3Upload(InParts):
     """What uploads to S3 have in common; `source` has the same bytes, and may be copied."""
 
     in_order = False
@@ -325,9 +325,9 @@ class _S3Upload(Sending):
         translator: Translator,
         source: _Original | None = None,
     ) -> None:
-        self.part_nbytes = part_nbytes(nbytes)
-        self._client, self._path, self._nbytes, self._translator = client, path, nbytes, translator
-        self._is_done, self._etag, self._source = False, "", source
+        super().__init__(nbytes)
+        self._client, self._path, self._translator = client, path, translator
+        self._is_done, self._source = False, source
         self.copies = Copies.NOTHING if source is None else client.copies
 
     def copy_whole(self) -> bool:
@@ -432,8 +432,7 @@ class Multipart(_S3Upload):
     def copy_part(self, number: int, crc32c: int) -> bool:
         if self._source is None:
             return False
-        start = number * self.part_nbytes
-        nbytes = min(self.part_nbytes, self._nbytes - start)
+        start, nbytes = self._range(number)
         found = self._found.get(number)
         if found is not None and found.nbytes == nbytes and self._has(found, number, crc32c):
             self._parts[number] = found

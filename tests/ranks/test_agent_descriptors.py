@@ -17,10 +17,12 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem import StorageUnavailable
-from dcp_mem.flushing import agent_handle
-from dcp_mem.storage import Source, posix_upload
-from dcp_mem.storage.posix import PosixStorage
+from tests.support.checkpoints import jobs
+from tests.support.checkpoints.jobs import Job
 from tests.support.processes.kill_targets import Place, agents_of, forked, name_of, save, wait_for
+from tests.support.storage.conformance import stored_source
+from tests.support.storage.servers import StorageRoot
+from tests.support.storage.ways import start, writing
 
 _TIMEOUT_SECONDS = 120.0
 _SOON_SECONDS = 20.0
@@ -88,32 +90,42 @@ def test_the_users_barrier_fails_at_once_when_a_rank_is_killed_whose_agent_lives
     assert len(agents_of(roots[1])) == 1
 
 
+def _of_agents() -> set[str]:
+    """What this process has open that is for an agent."""
+    return {name for name in _files_of(os.getpid()) if "pipe:" in name or "/.agent" in name}
+
+
 def test_a_start_that_fails_leaves_no_descriptor(
-    memory_root: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, memory_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tried = []
+
     def fail(*_: object, **__: object) -> None:
+        tried.append(True)
         raise BlockingIOError(errno.EAGAIN, "no more processes")
 
-    before = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", fail)
-        for _ in range(3):
-            with pytest.raises(OSError, match="no more processes"):
-                agent_handle._start(str(memory_root), b"")
-    shutil.rmtree(memory_root / ".agent")
-    (memory_root / ".agent").mkdir(mode=0o700)
-    (memory_root / ".agent" / "agent.log").mkdir()
-    with pytest.raises(IsADirectoryError):
-        agent_handle._start(str(memory_root), b"")
-    (memory_root / ".agent" / "agent.log").rmdir()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with writing(job, agent="process") as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", fail)
+            jobs.save(writer, 1)
+            before = _of_agents()
+            for _ in range(3):
+                start(writer)
+        assert len(tried) > 3
+        shutil.rmtree(memory_root / ".agent")
+        (memory_root / ".agent").mkdir(mode=0o700)
+        (memory_root / ".agent" / "agent.log").mkdir()  # it can't be opened
+        start(writer)
+        (memory_root / ".agent" / "agent.log").rmdir()
+        assert jobs.agents(memory_root) == []
+        assert _of_agents() == before
 
 
 def test_an_upload_that_cannot_begin_leaves_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = PosixStorage(str(tmp_path))
-    storage.put("before", b"12345")
+    storage = StorageRoot(str(tmp_path)).storage()
+    source = stored_source(storage, "before/segment", b"12345")
     opened, real = [], os.open
 
     def open_source_alone(path: Any, flags: int, *mode: Any, **options: Any) -> int:
@@ -123,11 +135,10 @@ def test_an_upload_that_cannot_begin_leaves_no_descriptor(
         return opened[-1]
 
     (tmp_path / "after").mkdir()
-    etag = posix_upload.identity_of(os.stat(tmp_path / "before"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_source_alone)
         with pytest.raises(StorageUnavailable):
-            storage.upload("after/segment", 5, source=Source("before", 5, etag))
+            storage.upload("after/segment", 5, source)
     assert opened
     for descriptor in opened:
         with pytest.raises(OSError, match="Bad file descriptor"):

@@ -7,15 +7,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import dcp_mem.flushing.agent
-from dcp_mem.common import faults
-from dcp_mem.flushing.registration import Registration
-from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.persistence import every_n_saves
 from tests.support.checkpoints.jobs import Job, agents, wait_until
 from tests.support.processes.forks import forked, forking
-from tests.support.storage import ways
-from tests.support.storage.proxy import Delay, Exchange, Hang
+from tests.support.storage.proxy import Delay, Hang
+from tests.support.storage.soundness import FLUSHER_POINTS
 from tests.support.storage.ways import (
     LARGE,
     NAME,
@@ -23,44 +19,15 @@ from tests.support.storage.ways import (
     assert_absent,
     assert_whole,
     put_into,
+    serve,
     state_of,
 )
 
 pytestmark = pytest.mark.timeout(120)
 
 ALWAYS = 1_000_000
-POINTS = [point for point in faults.POINTS if point.startswith("flush.")]
+POINTS = [point for point in FLUSHER_POINTS if point.startswith("flush.")]
 KILLS = ["flush.part:2", *(f"{point}:1" for point in POINTS)]
-
-
-def serve(job: Job, armed: str = "", overwrite: bool = True) -> str:
-    """Be the job's agent until nothing is left to do; return what became of the checkpoint."""
-    with pytest.MonkeyPatch.context() as patch:
-        ways.flush_quickly(patch)
-        patch.setattr(dcp_mem.flushing.agent, "_LINGER", 0.1)
-        patch.setattr(dcp_mem.flushing.agent, "_LOOK", 0.1)
-        os.makedirs(f"{job.memory}/.agent", mode=0o700, exist_ok=True)
-        faults.arm(armed)
-        dcp_mem.flushing.agent.run(
-            job.memory,
-            Registration(
-                job=job.name or "",
-                url=job.url or "",
-                overwrite=overwrite,
-                storage_options=job.storage_options,
-            ),
-        )
-    (held,) = JobMemory(job.memory, job.name or "").checkpoints()
-    return f"{held.flush.outcome} {held.flush.error}".strip()
-
-
-def stored_parts(way: Way) -> set[str]:
-    """Parts that storage has taken, by what was asked for."""
-    return {one.target for one in way.asked("part") if _is_done(one)}
-
-
-def _is_done(exchange: Exchange) -> bool:
-    return exchange.status in (200, 201)
 
 
 @pytest.mark.parametrize("kill", KILLS)
@@ -73,7 +40,7 @@ def test_an_agent_killed_in_a_flush_is_followed_by_one_that_sends_only_the_rest(
         way.proxy.fail(way.steps["part"], Hang(), times=ALWAYS, after=int(count))
     with pytest.raises(AssertionError, match="SIGKILL"):
         forked(serve, way.job(memory_root), f"{point}:kill:{count}")
-    before = stored_parts(way)
+    before = way.stored_parts()
     assert len(before) == {"flush.started": 0, "flush.part": int(count)}.get(point, 3)
     if POINTS.index(point) >= POINTS.index("flush.committed"):
         assert_whole(way, memory_root, 1, LARGE)
@@ -82,7 +49,7 @@ def test_an_agent_killed_in_a_flush_is_followed_by_one_that_sends_only_the_rest(
 
     way.proxy.reset()
     assert forked(serve, way.job(memory_root)) == "durable"
-    sent = stored_parts(way)
+    sent = way.stored_parts()
     assert not before & sent, "parts that were up were sent again"
     assert len(before | sent) == 3
     assert_whole(way, memory_root, 1, LARGE)
@@ -105,7 +72,7 @@ def test_a_trainer_has_a_killed_agent_replaced_by_one_that_goes_on(
 ) -> None:
     way.proxy.fail(way.steps["part"], Delay(0.5), after=2)
     forked(_outlive_an_agent, way.job(memory_root))
-    targets = [one.target for one in way.asked("part") if _is_done(one)]
+    targets = [one.target for one in way.asked("part") if one.status in (200, 201)]
     assert len(targets) == len(set(targets)) == 3, "a part was sent twice"
     assert_whole(way, memory_root, 1, _REAL_PARTS_NBYTES)
 
@@ -131,7 +98,7 @@ def test_two_agents_at_one_checkpoint_commit_it_once_and_both_know(
         forking(serve, None, jobs[1], "", overwrite) as other,
     ):
         assert [*one.join(), *other.join()] == ["durable", "durable"]
-    commits = [one.status for one in way.asked("commit") if _is_done(one)]
+    commits = [one.status for one in way.asked("commit") if one.status in (200, 201)]
     assert commits
     assert overwrite or len(commits) == 1
     assert_whole(way, memory_root, 1, LARGE)

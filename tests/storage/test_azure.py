@@ -124,12 +124,6 @@ def test_a_part_with_other_bytes_is_not_taken_for_the_one_that_is_there(
     assert storage.get("step-1/segment") == DATA
 
 
-def test_an_upload_with_parts_missing_is_not_finished(storage: AzureStorage) -> None:
-    with pytest.raises(ValueError, match="1 parts were never put"):
-        _put(storage, 0, 2, finish=True)
-    assert storage.ls("step-1") == []
-
-
 def test_an_upload_whose_parts_were_dropped_meanwhile_can_be_begun_again(
     storage: AzureStorage,
 ) -> None:

@@ -4,7 +4,6 @@ import base64
 import builtins
 import copy
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -17,11 +16,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp_mem import (
     CheckpointExists,
@@ -30,9 +28,9 @@ from dcp_mem import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.storage import LEAST_PART, Copies, Source, Storage, part_count, part_nbytes
+from dcp_mem.storage import LEAST_PART, Storage, part_count, part_nbytes
 from dcp_mem.storage.azure import AzureStorage
-from dcp_mem.storage.fsspec_route import FsspecStorage, server_copies_of
+from dcp_mem.storage.fsspec_route import FsspecStorage
 from dcp_mem.storage.listing import checkpoint_names
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.retry import RetryingStorage
@@ -103,8 +101,6 @@ class TestS3(StorageConformance):
 
 
 class TestRadosgw(StorageConformance):
-    copies_several_parts = False  # it doesn't tell where an object's parts end
-
     @pytest.fixture
     def opened(self, ceph_bucket: StorageRoot) -> Callable[[], Storage]:
         url = f"{ceph_bucket.url}/{secrets.token_hex(8)}"
@@ -152,83 +148,6 @@ class TestMemoryFileSystem(StorageConformance):
         fs, path = fsspec.url_to_fs(root)
         if fs.exists(path):
             fs.rm(path, recursive=True)
-
-
-class _LikeS3fs(MemoryFileSystem):  # type: ignore[misc]
-    """What of s3fs's copies FsspecStorage looks at."""
-
-    protocol = "like-s3fs"
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        stripped: str = super()._strip_protocol(path.removeprefix("like-s3fs://"))
-        return stripped
-
-    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        facts: dict[str, Any] = super().info(path, **kwargs)
-        if facts["type"] == "file":
-            data = self.store[self._strip_protocol(path)].getvalue()
-            facts["ETag"] = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        return facts
-
-
-_LikeS3fs.__module__, _LikeS3fs.__qualname__ = "s3fs.core", "S3FileSystem"
-
-
-@pytest.fixture
-def like_s3fs() -> str:
-    """A fresh root on what takes itself for s3fs."""
-    fsspec.register_implementation("like-s3fs", _LikeS3fs, clobber=True)
-    return f"like-s3fs://{secrets.token_hex(8)}"
-
-
-class TestFileSystemWhoseServerCopies(StorageConformance):
-    @pytest.fixture
-    def opened(self, like_s3fs: str) -> Callable[[], Storage]:
-        return lambda: FsspecStorage(like_s3fs, {})
-
-
-@pytest.mark.parametrize("protocol", ["memory", "file", "ftp", "az", "gs"])
-def test_a_file_system_that_is_not_known_to_copy_on_its_server_is_never_asked(
-    protocol: str,
-) -> None:
-    assert server_copies_of(fsspec.get_filesystem_class(protocol)) is None
-
-
-def _copied_to(storage: Storage, key: str, source: Source, data: bytes) -> tuple[bool, bool]:
-    """Copy, or put what can't be copied; return whether it was asked for and had."""
-    with closing(storage.upload(key, len(data), source)) as going:
-        is_asked = going.copies is Copies.WHOLE
-        is_copied = is_asked and going.copy_whole()
-        if not is_copied:
-            going.put_part(0, memoryview(data), 0)
-            going.finish()
-    assert storage.get(key) == data
-    return is_asked, is_copied
-
-
-@pytest.mark.parametrize("wrong", ["raises", "has other bytes", "is cut off", "has no digest"])
-def test_a_copy_that_fails_or_is_not_right_is_put_and_after_three_none_is_asked_for(
-    like_s3fs: str, monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
-    def cp_file(fs: Any, path1: str, path2: str, **kwargs: Any) -> None:
-        if wrong == "raises":
-            raise OSError(errno.EIO, "Input/output error")
-        data = fs.cat_file(path1)
-        fs.pipe_file(path2, data[:-1] if wrong == "is cut off" else b"!" + data[1:])
-
-    storage, data = FsspecStorage(like_s3fs, {}), b"unchanged" * 1000
-    source = Source("step-1/segment", len(data), upload(storage, "step-1/segment", data))
-    monkeypatch.setattr(_LikeS3fs, "cp_file", cp_file)
-    if wrong == "has no digest":
-        monkeypatch.setattr(_LikeS3fs, "info", MemoryFileSystem.info)
-    asked = [_copied_to(storage, f"step-{step}/segment", source, data) for step in range(2, 6)]
-    if wrong == "has no digest":
-        assert asked == [(True, False)] * 4  # its source has none either: nothing is copied
-    else:
-        assert asked == [(True, False)] * 3 + [(False, False)]
 
 
 # -- parts -----------------------------------------------------------------------------------------

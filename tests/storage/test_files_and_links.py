@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 
 import dcp_mem
-import dcp_mem.flushing.destination
+import dcp_mem.flushing.flusher
 import dcp_mem.reader
 from dcp_mem import CheckpointNotFound, FlushFailed, NoRecoverableCheckpoint, StorageRefused
 from dcp_mem.cli.main import main
@@ -223,7 +223,7 @@ def test_the_root_itself_may_be_a_link(job: Job, root: Path, tmp_path: Path) -> 
 
 def _save_durably(job: Job) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_mem.flushing.destination, "_RETRY_POLICY", QUICK)
+        patch.setattr(dcp_mem.flushing.flusher, "RETRIES_OF_A_FLUSH", QUICK)
         with job.writer(agent="thread") as writer:
             save(writer, 3)
             try:

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import dcp_mem.flushing.agent
 import dcp_mem.flushing.agent_handle
-import dcp_mem.flushing.destination
 import dcp_mem.flushing.flusher
 import dcp_mem.flushing.loop
 import dcp_mem.runtime.session
@@ -299,7 +298,7 @@ def _marks_that_fail(job: Job) -> tuple[list[int], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
-        patch.setattr(dcp_mem.flushing.destination, "open_storage", note)
+        patch.setattr(dcp_mem.flushing.flusher, "open_storage", note)
         patch.setattr(dcp_mem.flushing.flusher, "mark_rejected", fail)
         writer = job.writer(keep_memory=3)
         for number in range(3):

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,12 @@ import pytest
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from dcp_mem import State, StorageRefused
-from dcp_mem.storage.routes import open_storage
-from tests.storage.test_agent_kills import serve, stored_parts
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.roundtrip import through_fsspec
 from tests.support.processes.forks import forked
 from tests.support.storage import ways
 from tests.support.storage.proxy import CorruptBody, Delay, LoseAnswer
-from tests.support.storage.ways import LARGE, NAME, Way, assert_whole, load_state, put_into
+from tests.support.storage.ways import LARGE, NAME, Way, assert_whole, load_state, put_into, serve
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -62,11 +61,11 @@ def test_an_agent_killed_after_a_part_is_followed_by_one_that_sends_only_the_res
     put_into(memory_root, large)
     with pytest.raises(AssertionError, match="SIGKILL"):
         forked(serve, gs_way.job(memory_root), "flush.part:kill:2")
-    before = stored_parts(gs_way)
+    before = gs_way.stored_parts()
     assert len(before) >= 2
     gs_way.proxy.reset()
     assert forked(serve, gs_way.job(memory_root)) == "durable"
-    sent = stored_parts(gs_way)
+    sent = gs_way.stored_parts()
     assert not before & sent, "parts that were up were sent again"
     assert len(before | sent) == 3
     assert_whole(gs_way, memory_root, 1, LARGE)
@@ -87,8 +86,7 @@ def test_a_swap_fails_where_the_object_was_written_anew_meanwhile_with_the_same_
     gs_way: Way,
 ) -> None:
     """A generation names what was written; S3's ETag, of the same bytes, would be the same."""
-    through = open_storage(gs_way.root.url, gs_way.root.storage_options)
-    direct = open_storage(gs_way.direct.url, gs_way.direct.storage_options)
+    through, direct = gs_way.root.storage(), gs_way.direct.storage()
     direct.put("owner", b"one")
     gs_way.proxy.fail(lambda request: request.method == "PUT", Delay(2.0))
     with ThreadPoolExecutor(1) as pool:
@@ -103,22 +101,33 @@ def test_a_swap_fails_where_the_object_was_written_anew_meanwhile_with_the_same_
 def test_a_token_that_google_refuses_is_named_as_such(gs_way: Way) -> None:
     gs_way.proxy.fail(lambda _: True, gs_way.error(401, "AuthenticationRequired"))
     with pytest.raises(StorageRefused, match=r"AuthenticationRequired.*credentials"):
-        open_storage(gs_way.root.url, gs_way.root.storage_options).get("key")
+        gs_way.root.storage().get("key")
 
 
-def test_it_needs_no_s3fs(gs_way: Way) -> None:
-    script = (
-        "import json, sys; sys.modules['s3fs'] = None\n"
-        "from dcp_mem.storage.routes import open_storage\n"
-        "storage = open_storage(sys.argv[1], json.loads(sys.argv[2]))\n"
-        "storage.put('key', b'1'); print(type(storage._storage).__name__, storage.get('key'))"
-    )
-    options = json.dumps(gs_way.direct.storage_options)
-    command = [sys.executable, "-c", script, gs_way.direct.url, options]
-    assert (
-        "GcsStorage b'1'"
-        in subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    )
+_SAVES = """
+import json, logging, sys
+sys.modules["s3fs"] = None
+import dcp_mem, torch
+logging.basicConfig()
+logging.getLogger("dcp_mem").setLevel(logging.INFO)
+url, options, memory = sys.argv[1:]
+options = json.loads(options)
+with dcp_mem.MemoryStorageWriter(
+    url, memory_root=memory, storage_options=options, agent="thread"
+) as writer:
+    dcp_mem.save({"x": torch.ones(2)}, checkpoint_id="step-1", storage_writer=writer)
+    writer.wait(timeout=60)
+"""
+
+
+def test_it_needs_no_s3fs(gs_way: Way, memory_root: Path) -> None:
+    root = gs_way.direct
+    options = json.dumps(root.storage_options)
+    script = [sys.executable, "-c", _SAVES, f"{root.url}/run", options, str(memory_root)]
+    told = subprocess.run(script, check=True, capture_output=True, text=True).stderr
+    assert "step-1 is durable" in told
+    assert "goes through fsspec" not in told
+    assert "run/step-1/.metadata" in root.names()
 
 
 @pytest.mark.parametrize("options", [{"session_kwargs": {"trust_env": True}}])
@@ -126,5 +135,6 @@ def test_what_only_gcsfs_can_use_goes_through_gcsfs(
     gs_way: Way, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     with caplog.at_level(logging.INFO, "dcp_mem"):
-        open_storage(gs_way.direct.url, {**gs_way.direct.storage_options, **options})
+        given = {**gs_way.direct.storage_options, **options}
+        replace(gs_way.direct, storage_options=given).storage()
     assert "goes through fsspec" in caplog.text

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_account_sas
 
-import dcp_mem.flushing.flusher
 from dcp_mem import FlushFailed, State
 from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.storage import ways
 from tests.support.storage.file_systems import fill, mounted_tmpfs, needs_root
 from tests.support.storage.proxy import Delay
 from tests.support.storage.servers import StorageRoot
@@ -114,7 +114,7 @@ def test_a_token_that_expires_midway_is_renewed_by_the_trainer(
     put_into(memory_root, large)
     # An attempt with the old token that ends after the new one was given would be taken for a
     # refusal of the new one.
-    monkeypatch.setattr(dcp_mem.flushing.flusher, "_LONGEST_PAUSE", 60.0)
+    ways.flush_quickly(monkeypatch, longest_pause=60.0)
     held = 6.0
     old = abfs_way.job(memory_root, _with_sas(abfs_way.root, held))
     expired = time.monotonic() + held + 1  # Azurite counts in whole seconds

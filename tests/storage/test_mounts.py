@@ -1,26 +1,25 @@
 """Buckets that are mounted as directories: s3fs over moto, and rclone without a cache of files."""
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dcp_mem import CheckpointExists, FlushFailed, State
-from dcp_mem.operations.doctor import examine
-from dcp_mem.storage import Storage
-from dcp_mem.storage.posix import PosixStorage
-from tests.storage.test_agent_kills import serve
 from tests.support.checkpoints.jobs import Job, save, wait_until
+from tests.support.command import command
 from tests.support.processes.forks import forked
 from tests.support.storage import ways
 from tests.support.storage.conformance import StorageConformance
 from tests.support.storage.file_systems import mounted_rclone, mounted_s3fs, needs_root
 from tests.support.storage.servers import S3Server, StorageRoot
-from tests.support.storage.ways import LARGE, load_state, put_into, without_memory
+from tests.support.storage.ways import LARGE, load_state, put_into, serve, without_memory
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -60,9 +59,9 @@ Mounted = Callable[[], "contextlib.AbstractContextManager[int]"]
 @pytest.mark.variant
 class TestMountedBucket(StorageConformance):
     @pytest.fixture
-    def opened(self, mount: Mounted, tmp_path: Path) -> Iterator[Callable[[], Storage]]:
+    def opened(self, mount: Mounted, tmp_path: Path) -> Iterator[Callable[[], Any]]:
         with mount():
-            yield lambda: PosixStorage(str(tmp_path / "bucket" / "run"))
+            yield StorageRoot(str(tmp_path / "bucket" / "run")).storage
 
     @pytest.mark.skip("s3fs 1.90 dies where a file is removed that is open and was written to")
     def test_an_upload_that_was_given_up_leaves_nothing_to_pay_for(self) -> None: ...  # type: ignore[override]
@@ -114,7 +113,7 @@ def test_a_mounted_bucket_promises_no_conditions_and_keeps_what_has_a_name(
     mount: Mounted, tmp_path: Path
 ) -> None:
     with mount():
-        storage = PosixStorage(str(tmp_path / "bucket" / "run"))
+        storage = StorageRoot(str(tmp_path / "bucket" / "run")).storage()
         storage.put("step-1/.metadata", b"one", create=True)
         with pytest.raises(CheckpointExists):
             storage.put("step-1/.metadata", b"two", create=True)
@@ -126,11 +125,12 @@ def test_the_doctor_names_the_mount_and_the_url_to_use_instead(
     mount: Mounted, tmp_path: Path, memory_root: Path
 ) -> None:
     with mount():
-        found = examine(str(memory_root), str(tmp_path / "bucket" / "run"), {})
-        checks = {one.name: one for one in found}
-    assert checks["storage mount"].found == f"fuse.s3fs at {tmp_path / 'bucket'}"
-    assert "s3://BUCKET/run" in checks["storage mount"].advice
-    assert checks["storage: conditions"].found.startswith("none")
+        root = str(tmp_path / "bucket" / "run")
+        told = command("doctor", root, "--memory-root", str(memory_root), "--json")
+    checks = {one["name"]: one for one in json.loads(told.stdout)["checks"]}
+    assert checks["storage mount"]["found"] == f"fuse.s3fs at {tmp_path / 'bucket'}"
+    assert "s3://BUCKET/run" in checks["storage mount"]["advice"]
+    assert checks["storage: conditions"]["found"].startswith("none")
 
 
 def test_a_mount_that_takes_no_parts_in_any_order_is_refused_with_what_to_use_instead(

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.jobs import Job, load_anew
 from tests.support.processes.forks import forked
 from tests.support.storage import nfs_guest
 from tests.support.storage.nfs import MOUNT, Guest, NfsServer, running_nfs
+from tests.support.storage.servers import StorageRoot
 from tests.support.storage.soundness import assert_kept, committed, is_taken
 
 pytestmark = [
@@ -86,7 +86,8 @@ def test_a_file_that_was_missed_once_is_found_as_soon_as_it_is_there(
     (server.export / root / there).mkdir(parents=True)
     call = guest.start(nfs_guest.miss_and_find, operation, root, "step-1/.metadata")
     call.wait_for(f"missed {root}")
-    PosixStorage(str(server.export / root)).put("step-1/.metadata", b"committed", create=True)
+    committed = StorageRoot(str(server.export / root)).storage()
+    committed.put("step-1/.metadata", b"committed", create=True)
     guest.tell(f"stored {root}")
     found_by_open, answer = call.result()
     assert not found_by_open, (
@@ -111,7 +112,7 @@ def test_a_checkpoint_that_was_missed_once_is_loaded_as_soon_as_it_is_committed(
 def test_a_race_to_create_a_file_has_one_winner(server: NfsServer, guest: Guest) -> None:
     root = server.export / "races"
     root.mkdir()
-    ours, won_here = PosixStorage(str(root)), []
+    ours, won_here = StorageRoot(str(root)).storage(), []
     call = guest.start(nfs_guest.create_each, "races", _RACES)
     for number in range(_RACES):
         _wait_for_any(root, f"step-{number}/*")  # the guest is about to create it

@@ -326,7 +326,7 @@ class Writers:
         job = _node(self.root, self.memory, number)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "dcp_mem.flushing.destination.open_storage",
+                "dcp_mem.flushing.flusher.open_storage",
                 lambda *arguments: _Interrupted(open_storage(*arguments), acts),
             )
             patch.setattr(FlushQueue, "is_live", lambda *_: True)

@@ -544,8 +544,6 @@ class Place:
         return found
 
 
-_ONLY_BY_S3FS = {"config_kwargs": {"connector_args": {"keepalive_timeout": 12}}}
-"""Botocore knows no such option: it is aiobotocore's."""
 _UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}
 
 
@@ -554,7 +552,6 @@ _UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}
         "directory",
         "xfs",
         pytest.param("s3", marks=pytest.mark.servers),
-        pytest.param("s3 by fsspec", marks=pytest.mark.servers),
         pytest.param("abfs", marks=pytest.mark.servers),
     ]
 )
@@ -563,13 +560,6 @@ def place(request: pytest.FixtureRequest, memory_root: Path) -> Place:
     if request.param in ("directory", "xfs"):
         job: Job = request.getfixturevalue(f"{request.param}_job")
         return Place(job, job)
-    if request.param == "s3 by fsspec":
-        s3: Way = request.getfixturevalue("s3_way")
-        roots = [
-            replace(root, storage_options={**root.storage_options, **_ONLY_BY_S3FS})
-            for root in (s3.root, s3.direct)
-        ]
-        return Place(*(s3.job(memory_root, root) for root in roots))
     way: Way = request.getfixturevalue(f"{request.param}_way")
     return Place(way.job(memory_root), way.job(memory_root, way.direct))
 

@@ -254,19 +254,6 @@ def test_encrypted_parts_that_another_process_sent_again_are_taken(
     assert fake.objects["/bucket/job/step-1/segment"] == data
 
 
-@pytest.mark.parametrize("nbytes", [5, NBYTES])
-def test_an_upload_with_a_part_missing_is_not_finished(
-    fake: FakeS3, storage: S3Storage, data: bytes, nbytes: int
-) -> None:
-    going = storage.upload(KEY, nbytes)
-    if nbytes > LEAST_PART:
-        for number in (0, 1, 2, 4):
-            _send(going, number, data)
-    with pytest.raises(ValueError, match="not put"):
-        going.finish()
-    assert not fake.objects
-
-
 def test_unfinished_uploads_are_found_at_any_depth_and_dropped_by_their_key(
     fake: FakeS3, storage: S3Storage
 ) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dcp_mem import FlushFailed, NoRecoverableCheckpoint, State, StorageRefused
-from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import agents, load_anew, save
 from tests.support.processes.forks import raised_by
 from tests.support.storage import certificates
@@ -82,7 +81,7 @@ def test_authority_in_the_environment_is_trusted(
     if variable == "AWS_CA_BUNDLE" and not root.url.startswith("s3://"):
         pytest.skip("a variable of AWS's")
     monkeypatch.setenv(variable, tls.authority)
-    storage = open_storage(f"{root.url}/run", root.storage_options)
+    storage = root.storage()
     storage.put("file", b"data")
     assert storage.get("file") == b"data"
 
@@ -117,4 +116,4 @@ def test_unknown_authority_is_refused_by_the_trainer_with_what_to_do(
 def test_missing_file_of_an_authority_is_named(root: StorageRoot, tmp_path: Path) -> None:
     options = _trusting(root, str(tmp_path / "missing.pem"))
     with pytest.raises(StorageRefused, match=r"trusted certificates, .*missing\.pem, is missing"):
-        open_storage(f"{root.url}/run", options).ls("")
+        replace(root, storage_options=options).storage().ls("")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from dcp_mem import StorageRefused, StorageUnavailable
-from dcp_mem.storage.fsspec_route import FsspecStorage
 from tests.support.checkpoints.jobs import Job, load_anew, save_two
 from tests.support.processes.forks import forked
+from tests.support.storage.servers import StorageRoot
 
 
 class _WholeFiles(SimpleHTTPRequestHandler):
@@ -106,10 +106,10 @@ def test_a_whole_file_is_never_taken_for_a_range(
     (tmp_path / "file").write_bytes(b"0123456789")
     buffer = bytearray(5)
     with serving(_Ranges) as url:
-        assert FsspecStorage(url, {}).read_into("file", offset, [memoryview(buffer)]) == 5
+        assert StorageRoot(url).storage().read_into("file", offset, [memoryview(buffer)]) == 5
     assert buffer == b"0123456789"[offset : offset + 5]
     with serving(_WholeFiles) as url, pytest.raises(StorageRefused, match="ignores ranges"):
-        FsspecStorage(url, {}).read_into("file", offset, [memoryview(buffer)])
+        StorageRoot(url).storage().read_into("file", offset, [memoryview(buffer)])
 
 
 def test_listings_have_the_sizes_of_files(tmp_path: Path, serving: Serving) -> None:
@@ -117,8 +117,8 @@ def test_listings_have_the_sizes_of_files(tmp_path: Path, serving: Serving) -> N
     (tmp_path / "file").write_bytes(b"0123456789")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     with serving(_WholeFiles) as url:
-        listed = FsspecStorage(url, {}).ls("")
-        assert FsspecStorage(url, {}).ls("absent") == []
+        listed = StorageRoot(url).storage().ls("")
+        assert StorageRoot(url).storage().ls("absent") == []
     assert sorted((one.name, one.nbytes, one.is_directory) for one in listed) == [
         ("directory", 0, True),
         ("file", 10, False),
@@ -130,4 +130,4 @@ def test_a_file_whose_size_the_server_fails_to_tell_is_not_taken_for_a_missing_o
 ) -> None:
     (tmp_path / "file").write_bytes(b"0123456789")
     with serving(_Failing) as url, pytest.raises(StorageUnavailable, match="503"):
-        FsspecStorage(url, {}).ls("")
+        StorageRoot(url).storage().ls("")

@@ -1,9 +1,12 @@
 """URLs as Azure's portal, Spark and Azure ML write them."""
 
-import pytest
+from pathlib import Path
 
-from dcp_mem import ConfigError
-from dcp_mem.config import checkpoint_name, root_url
+import pytest
+import torch
+
+import dcp_mem
+from dcp_mem import ConfigError, MemoryStorageWriter
 
 _ABFS = "abfs://ckpts@mine.dfs.core.windows.net"
 
@@ -20,10 +23,13 @@ _ABFS = "abfs://ckpts@mine.dfs.core.windows.net"
         ("abfs://ckpts/runs/42", "abfs://ckpts/runs/42"),
     ],
 )
-def test_urls_of_azure_mean_their_container(given: str, expected: str) -> None:
+def test_urls_of_azure_mean_their_container(given: str, expected: str, memory_root: Path) -> None:
     pytest.importorskip("adlfs")
-    assert root_url(given) == expected
-    assert checkpoint_name(expected, f"{given.rstrip('/')}/step-1") == "step-1"
+    with MemoryStorageWriter(given, memory_root=str(memory_root), persist=False) as writer:
+        assert f" {expected}, job" in repr(writer)
+        checkpoint_id = f"{given.rstrip('/')}/step-1"
+        dcp_mem.save({"x": torch.ones(1)}, checkpoint_id=checkpoint_id, storage_writer=writer)
+        assert [one.name for one in writer.status()] == ["step-1"]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,7 @@ def test_urls_of_azure_mean_their_container(given: str, expected: str) -> None:
 )
 def test_urls_that_name_no_container_are_refused_with_the_form_that_does(given: str) -> None:
     with pytest.raises(ConfigError, match="give abfs://container/path, with storage_options"):
-        root_url(given)
+        MemoryStorageWriter(given)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +60,7 @@ def test_urls_that_name_no_container_are_refused_with_the_form_that_does(given: 
 )
 def test_a_datastores_url_is_refused_with_the_url_to_give(given: str, command: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        root_url(given)
+        MemoryStorageWriter(given)
     assert command in str(caught.value)
     assert "'abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/runs/42' means" in str(caught.value)
 
@@ -62,5 +68,5 @@ def test_a_datastores_url_is_refused_with_the_url_to_give(given: str, command: s
 def test_a_url_with_a_signature_is_refused_without_showing_it() -> None:
     url = "https://mine.blob.core.windows.net/ckpts?sv=2024&sig=c2VjcmV0"
     with pytest.raises(ConfigError, match="storage_options=") as caught:
-        root_url(url)
+        MemoryStorageWriter(url)
     assert "c2VjcmV0" not in str(caught.value)

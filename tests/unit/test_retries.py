@@ -15,7 +15,7 @@ from dcp_mem import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.storage import Entry, FileUnavailable, Sending, Source, Unfinished
+from dcp_mem.storage import Entry, FileUnavailable, InParts, Source, Unfinished
 from dcp_mem.storage.retry import RETRIES, RetryingStorage, RetryPolicy
 
 URL = "s3://bucket/run"
@@ -24,7 +24,7 @@ QUICK = RetryPolicy(
 )
 
 
-class _Upload(Sending):
+class _Upload(InParts):
     in_order = False
     part_nbytes = 10
 
@@ -189,7 +189,7 @@ def test_pauses_are_as_long_as_storage_asks_for_and_no_longer_than_that_is_worth
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
+    monkeypatch.setattr(time, "sleep", pauses.append)
     RetryingStorage(
         _Moody([_away(7.0), _away(10_000.0), _away()]), replace(QUICK, longest_asked_seconds=60.0)
     ).get("a")
@@ -199,7 +199,7 @@ def test_pauses_are_as_long_as_storage_asks_for_and_no_longer_than_that_is_worth
 
 def test_pauses_grow_and_are_not_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
+    monkeypatch.setattr(time, "sleep", pauses.append)
     patience = RetryPolicy(
         tries=12, first_pause_seconds=0.5, longest_pause_seconds=8.0, deadline_seconds=1000
     )

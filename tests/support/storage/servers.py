@@ -27,6 +27,7 @@ from azure.storage.blob import BlobServiceClient
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
 from dcp_mem.storage.routes import open_storage
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job
@@ -85,6 +86,11 @@ class StorageRoot:
     def job(self, memory: Path) -> Job:
         """A job that has its storage below the root, and its memory there."""
         return Job(f"{self.url}/run", str(memory), self.storage_options)
+
+    def storage(self) -> RetryingStorage:
+        """What lies below the root, through the route that a flush takes."""
+        retries = RetryPolicy(tries=3, first_pause_seconds=0.1, longest_pause_seconds=0.1)
+        return open_storage(self.url, self.storage_options, retries)
 
     def filesystem(self) -> tuple[Any, str]:
         """An fsspec file system that caches nothing, and the root's path in it."""

@@ -8,27 +8,34 @@ assert_whole(way, memory_root, 1)
 """
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import dcp_mem.flushing.destination
+import dcp_mem.flushing.agent
 import dcp_mem.flushing.flusher
+import dcp_mem.reader
 import dcp_mem.runtime.session
 import dcp_mem.storage
 from dcp_mem import (
     CheckpointStatus,
+    FlushFailed,
     MemoryStorageReader,
     MemoryStorageWriter,
     NoRecoverableCheckpoint,
 )
-from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
+from dcp_mem.common import faults
+from dcp_mem.flushing.registration import Registration
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.storage.retry import RETRIES_OF_A_FLUSH, RetryingStorage, RetryPolicy
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, make_state, save
 from tests.support.checkpoints.roundtrip import State, assert_same, blank_of
@@ -57,6 +64,8 @@ PART = max(1 << 20, LEAST_S3_PART)
 """What parts are made to have: they are of whole MiB."""
 LARGE = 2 * PART + 1000
 """Bytes of a state whose segment has three parts."""
+PATIENT = RETRIES_OF_A_FLUSH
+"""How often, and how long, a flush repeats requests for users."""
 QUICK = RetryPolicy(
     tries=4, first_pause_seconds=0.01, longest_pause_seconds=0.05, longest_asked_seconds=0.2
 )
@@ -91,6 +100,10 @@ class Way:
     def asked(self, step: str) -> list[Exchange]:
         """The requests of one step so far."""
         return [one for one in self.proxy.requests if self.steps[step](as_request(one))]
+
+    def stored_parts(self) -> set[str]:
+        """Parts that storage has taken, by what was asked for."""
+        return {one.target for one in self.asked("part") if one.status in (200, 201)}
 
     def storage(self) -> RetryingStorage:
         """The job's root, past the proxy."""
@@ -211,11 +224,18 @@ def saved_in(directory: Path, number: int, nbytes: int = 0) -> Path:
     return directory
 
 
-def flush_quickly(patch: pytest.MonkeyPatch) -> None:
+def flush_quickly(
+    patch: pytest.MonkeyPatch, longest_pause: float = 0.05, retries: RetryPolicy = QUICK
+) -> None:
     """Have faults get over soon: short pauses, short parts."""
-    patch.setattr(dcp_mem.flushing.destination, "_RETRY_POLICY", QUICK)
-    patch.setattr(dcp_mem.flushing.flusher, "_LONGEST_PAUSE", 0.05)
+    patch.setattr(dcp_mem.flushing.flusher, "RETRIES_OF_A_FLUSH", retries)
+    patch.setattr(dcp_mem.flushing.flusher, "_LONGEST_PAUSE", longest_pause)
     patch.setattr(dcp_mem.storage, "LEAST_PART", PART)
+
+
+def load_quickly(patch: pytest.MonkeyPatch) -> None:
+    """Have faults of a load get over soon."""
+    patch.setattr(dcp_mem.reader, "open_storage", partial(open_storage, retry_policy=QUICK))
 
 
 def put_into(memory_root: Path, saved: Path) -> None:
@@ -224,18 +244,41 @@ def put_into(memory_root: Path, saved: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(job: Job, *, overwrite: bool = True) -> Iterator[MemoryStorageWriter]:
-    """A writer that flushes in a thread of this process, and isn't waited for at the end."""
-    writer = job.writer(agent="thread", overwrite=overwrite)
+def writing(
+    job: Job, *, overwrite: bool = True, agent: Literal["process", "thread"] = "thread"
+) -> Iterator[MemoryStorageWriter]:
+    """A writer that mostly flushes in a thread of this process, and isn't waited for at the end."""
+    writer = job.writer(agent=agent, overwrite=overwrite)
     try:
         yield writer
     finally:
         writer.close(flush=False)
 
 
+def serve(job: Job, armed: str = "", overwrite: bool = True) -> str:
+    """Be the job's agent until nothing is left to do; return what became of the checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        flush_quickly(patch)
+        patch.setattr(dcp_mem.flushing.agent, "_LINGER", 0.1)
+        patch.setattr(dcp_mem.flushing.agent, "_LOOK", 0.1)
+        os.makedirs(f"{job.memory}/.agent", mode=0o700, exist_ok=True)
+        faults.arm(armed)
+        dcp_mem.flushing.agent.run(
+            job.memory,
+            Registration(
+                job=job.name or "",
+                url=job.url or "",
+                overwrite=overwrite,
+                storage_options=job.storage_options,
+            ),
+        )
+    (held,) = JobMemory(job.memory, job.name or "").checkpoints()
+    return f"{held.flush.outcome} {held.flush.error}".strip()
+
+
 def start(writer: MemoryStorageWriter) -> None:
     """Have it flush, and go on."""
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, FlushFailed):
         writer.wait(timeout=0)
 
 
