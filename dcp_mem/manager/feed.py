@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -66,7 +65,7 @@ class Feed:
         self._thread: threading.Thread | None = None
         self._is_behind = False
         self._published = -math.inf
-        self._skip_the_past()
+        self._look(lambda event: None)  # what earlier runs have left; clocks don't tell it apart
 
     def saved(self, saved: Saved) -> None:
         """Tell of a save, and of what has become of those before it."""
@@ -132,10 +131,10 @@ class Feed:
             self._tell(event)
             if event.kind == "save":
                 self._note_step(event)
-                self._look()
+                self._look(self._tell)
                 if time.monotonic() - self._published > _BETWEEN_STORIES:
                     self._publish()
-        self._look()
+        self._look(self._tell)
         self._publish()
         for tracker in list(self._trackers):
             self._try(tracker, tracker.close)
@@ -146,19 +145,12 @@ class Feed:
         if len(self._steps) > _STEPS:
             del self._steps[next(iter(self._steps))]
 
-    def _skip_the_past(self) -> None:
-        """Count as told what earlier runs have left; clocks don't tell that apart."""
+    def _look(self, tell: Callable[[Event], None]) -> None:
+        """Tell what has become of checkpoints since the last look."""
         try:
             if job_memory(self._settings) is not None:
-                deque(self._news(states.status(self._settings)), maxlen=0)
-        except Exception as error:  # Something is told twice then.
-            log.info("what trackers were told before can't be looked up: %s", error)
-
-    def _look(self) -> None:
-        try:
-            is_there = job_memory(self._settings) is not None
-            for event in self._news(states.status(self._settings)) if is_there else ():
-                self._tell(event)
+                for event in self._news(states.status(self._settings)):
+                    tell(event)
         except Exception as error:  # The next look may find more.
             log.warning("what became of checkpoints can't be looked up for trackers: %s", error)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import dcp_mem.integrations.nebula
+from dcp_mem.integrations import nebula
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forked
 
@@ -16,7 +16,7 @@ _STEPS = 4
 
 
 def _nebula(name: str) -> Any:
-    dcp_mem.integrations.nebula.install()
+    nebula.install()
     return importlib.import_module(name)
 
 

@@ -201,8 +201,8 @@ class MemoryCheckpointIO(CheckpointIO):
         self._wait_for_flushes(name)
         self.writer.annotate_next_save(step=step, metrics=self._metrics)
         self._metrics = {}
-        functional.save_or_raise_cause(
-            state, checkpoint_id=name, storage_writer=self.writer, no_dist=no_dist
+        functional.raising_cause(
+            functional.save, state, checkpoint_id=name, storage_writer=self.writer, no_dist=no_dist
         )
         self._was_skipped = self.writer._saver.last_save is None
         if self._was_skipped:
@@ -248,7 +248,8 @@ class MemoryCheckpointIO(CheckpointIO):
             planner = None if state else WholePlanner(weights_only=restricted)
             # Without a name, an older checkpoint is loaded if this one turns out to be damaged.
             wanted = None if is_newest else name
-            functional.load_or_raise_cause(
+            functional.raising_cause(
+                functional.load,
                 state,
                 checkpoint_id=wanted,
                 storage_reader=reader,

@@ -10,8 +10,8 @@ from functools import partial
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 
+from dcp_mem.comm import has_groups, rank_in
 from dcp_mem.comm.agreement import on_rank_0
 from dcp_mem.common.log import log
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
@@ -24,7 +24,7 @@ from dcp_mem.integrations.nebula.run import Run, current, join, run_for
 from dcp_mem.operations import inventory
 from dcp_mem.operations.contents import contents_of
 from dcp_mem.operations.flush import promote
-from dcp_mem.operations.streams import open_stream
+from dcp_mem.operations.streams import OpenStreams
 from dcp_mem.saving.streams import NothingNew, name_of_rank
 from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.routes import storage_of
@@ -183,17 +183,10 @@ class Checkpoint:
             tags = [one["tag"] for one in list_checkpoints(self._path)]
             wanted = self._wanted or "checkpoint without a tag"
             raise CheckpointNotFound(wanted, str(self._path or run.settings.url), tags, [])
-        chosen, picked = run.settings_for(self._path), [""]
-
-        def pick(files: Sequence[str]) -> str | None:
-            item = _pick(file_name(name), files)
-            picked[0] = item or ""
-            return item
-
-        with open_stream(
-            chosen, storage_of(chosen), found, pick, name, _peers(run, chosen)
-        ) as data:
-            yield picked[0], data
+        chosen = run.settings_for(self._path)
+        with OpenStreams(chosen, storage_of(chosen), found, _peers(run, chosen)) as streams:
+            item = _pick(file_name(name), sorted(streams.places)) or name
+            yield item, streams.whole(item)
 
     def _own_run(self) -> Run:
         if self._run is None:
@@ -385,18 +378,14 @@ def _in_memory(
 
 def _peers(run: Run, chosen: Settings) -> Peers | None:
     """Return other nodes' memory of the run's job; None where there are no ranks to ask."""
-    if chosen is not run.settings or not (dist.is_available() and dist.is_initialized()):
+    if chosen is not run.settings or not has_groups():
         return None
     return run.completing.peers
 
 
 def _pick(name: str, files: Sequence[str]) -> str | None:
     """Return the file of that name: this rank's own, if several ranks saved one."""
-    rank = (
-        dist.get_rank()
-        if dist.is_available() and dist.is_initialized()
-        else int(os.environ.get("RANK") or 0)
-    )
+    rank = rank_in() if has_groups() else int(os.environ.get("RANK") or 0)
     of_ranks = sorted(
         (int(file.rpartition("@")[2]), file)
         for file in files
