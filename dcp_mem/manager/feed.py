@@ -160,8 +160,7 @@ class Feed:
         # A run of months makes many checkpoints: forget those that are no longer listed.
         self._told = {key for key in self._told if key[0] in known}
         for one in reversed(checkpoints):
-            job = self._settings.job
-            for key, event in (*_flushes(job, one), *_copies(job, one)):
+            for key, event in _fates(self._settings.job, one):
                 is_new = (one.save_id, *key) not in self._told
                 self._told.add((one.save_id, *key))
                 if event.step is None:
@@ -229,8 +228,9 @@ def _story(history: History) -> Story:
     )
 
 
-def _flushes(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], Event]]:
-    """Yield the event of a checkpoint's flush, if there is one, and the key that tells it apart."""
+def _fates(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], Event]]:
+    """Yield what became of a checkpoint's flush and copies, behind keys that tell it apart."""
+    event = partial(Event, job=job, checkpoint=one.name, step=one.step)
     outcome, when, key = "", time.time(), ""
     if one.durable and one.state in (State.DURABLE, State.DELETED):
         outcome, when = "durable", one.durable
@@ -239,38 +239,32 @@ def _flushes(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...],
     elif one.state is State.SKIPPED and one.save_id and one.persist:
         outcome = "skipped"
     if outcome:
-        event = Event(
-            kind="flush",
-            outcome=outcome,
-            time=when,
-            job=job,
-            checkpoint=one.name,
-            step=one.step,
-            seconds=one.flush_seconds,
-            nbytes=one.nbytes,
-            figures={
-                "attempts": float(one.flush_attempts),
-                "retries": float(one.transfer.retries),
-            },
-            detail=one.error,
+        yield (
+            ("flush", outcome, key),
+            event(
+                kind="flush",
+                outcome=outcome,
+                time=when,
+                seconds=one.flush_seconds,
+                nbytes=one.nbytes,
+                figures={
+                    "attempts": float(one.flush_attempts),
+                    "retries": float(one.transfer.retries),
+                },
+                detail=one.error,
+            ),
         )
-        yield ("flush", outcome, key), event
-
-
-def _copies(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], Event]]:
-    """Yield the event of a checkpoint's copies or parity, if there is one, behind its key."""
-    outcome = "replicated" if one.is_replicated else "failed" if one.replication_error else ""
-    if outcome:
-        event = Event(
-            kind="copies",
-            outcome=outcome,
-            time=time.time(),
-            job=job,
-            checkpoint=one.name,
-            step=one.step,
-            seconds=one.replication_seconds,
-            nbytes=one.nbytes * one.replicas,
-            figures={"on_nodes": float(one.replicas), "parity_over": float(one.parity)},
-            detail=one.replication_error,
+    copied = "replicated" if one.is_replicated else "failed" if one.replication_error else ""
+    if copied:
+        yield (
+            ("copies", copied),
+            event(
+                kind="copies",
+                outcome=copied,
+                time=time.time(),
+                seconds=one.replication_seconds,
+                nbytes=one.nbytes * one.replicas,
+                figures={"on_nodes": float(one.replicas), "parity_over": float(one.parity)},
+                detail=one.replication_error,
+            ),
         )
-        yield ("copies", outcome), event

@@ -179,7 +179,15 @@ def _bert(place: str, is_killed: bool) -> tuple[int, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("job", "ranks"), [(_mnist, 1), (_cifar, 2), (_bert, 1)])
+@pytest.mark.parametrize(
+    ("job", "ranks"),
+    [
+        (_mnist, 1),
+        # DeepSpeed trains with this section in test_deepspeed.py, the Trainer in its own tests.
+        pytest.param(_cifar, 2, marks=pytest.mark.variant),
+        pytest.param(_bert, 1, marks=pytest.mark.variant),
+    ],
+)
 def test_a_sample_job_goes_on_where_it_was_killed(
     memory_root: Path, tmp_path: Path, job: Callable[[str, bool], Any], ranks: int
 ) -> None:

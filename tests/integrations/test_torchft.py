@@ -560,8 +560,11 @@ def test_the_docs_one_line_runs(memory_root: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("near", "is_async"),
-    [(True, True), (False, True), (True, False)],
-    ids=["file", "channel", "synchronous quorum"],
+    [
+        pytest.param(True, True, id="file", marks=pytest.mark.variant),
+        pytest.param(False, True, id="channel"),
+        pytest.param(True, False, id="synchronous quorum", marks=pytest.mark.variant),
+    ],
 )
 def test_a_replica_that_is_killed_heals_and_is_equal_to_the_survivor_to_the_bit(
     memory_root: Path, tmp_path: Path, near: bool, is_async: bool

@@ -34,7 +34,6 @@ from dcp_mem import (
     keep_best,
     keep_last,
 )
-from dcp_mem.manager import removal
 from tests.support.checkpoints.hostile import json_file
 from tests.support.checkpoints.jobs import make_state, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
@@ -347,17 +346,25 @@ def test_ranks_agree(memory_root: Path, url: Path) -> None:
     assert _number(state) == 5
 
 
+def _refuse(*_: Any, **__: Any) -> None:
+    raise PermissionError("not on this node")
+
+
 def _trouble_on_one(root: str, url: str) -> None:
-    manager = _manager(root, url, on_error="raise")
+    """Two ranks, each a node of its own."""
+    rank = dist.get_rank()
+    manager = _manager(Path(root, f"node{rank}"), url, on_error="raise")
     manager.save(1, make_state(1))
-    if dist.get_rank() == 1:
+    if rank == 1:
         manager._behind.troubles = lambda: ("step-1: no room",)  # type: ignore[method-assign]
     with pytest.raises(FlushFailed, match=r"no room \(rank 1\)"):
         manager.save(2, make_state(2))
-    if dist.get_rank() == 1:
-        removal._evict = lambda *_: 1 / 0  # type: ignore[assignment]
-    with pytest.raises(RankFailed, match="ZeroDivision"):
-        manager.delete(2)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "unlink", _refuse)
+        with pytest.raises(RankFailed, match="not on this node"):
+            manager.delete(2)
+    manager.delete(2)  # what was left on that node
     manager.close(progress=False)
 
 

@@ -22,7 +22,6 @@ from dcp_mem.integrations.nebula.local_files import local_file
 from dcp_mem.integrations.nebula.peers import Peers
 from dcp_mem.integrations.nebula.run import Run, current, join, run_for
 from dcp_mem.operations import inventory
-from dcp_mem.operations.contents import contents_of
 from dcp_mem.operations.flush import promote
 from dcp_mem.operations.streams import OpenStreams
 from dcp_mem.saving.streams import NothingNew, name_of_rank
@@ -183,8 +182,7 @@ class Checkpoint:
             tags = [one["tag"] for one in list_checkpoints(self._path)]
             wanted = self._wanted or "checkpoint without a tag"
             raise CheckpointNotFound(wanted, str(self._path or run.settings.url), tags, [])
-        chosen = run.settings_for(self._path)
-        with OpenStreams(chosen, storage_of(chosen), found, _peers(run, chosen)) as streams:
+        with _streams(run, run.settings_for(self._path), found) as streams:
             item = _pick(file_name(name), sorted(streams.places)) or name
             yield item, streams.whole(item)
 
@@ -294,22 +292,12 @@ def newest_files(preferred_tag: str = "") -> tuple[str, list[str]]:
     def find() -> tuple[str, list[str]]:
         found = _find(run, preferred_tag, None) if preferred_tag else None
         found = found or _find(run, "", None)
-        return ("", []) if found is None else (found.name, _files_of(run, found))
+        if found is None:
+            return "", []
+        with _streams(run, run.settings, found) as streams:
+            return found.name, sorted(streams.places)
 
     return on_rank_0(run.ranks(), "looking for the newest checkpoint", find)
-
-
-def _files_of(run: Run, found: CheckpointStatus) -> list[str]:
-    """Return a checkpoint's files, as this node, storage, or else another node knows them."""
-    try:
-        items = contents_of(run.settings, storage_of(run.settings), found).items
-        return [item.name for item in items]
-    except CheckpointNotFound:
-        peers = _peers(run, run.settings)
-        description = None if peers is None else peers.describe(found)
-        if description is None:
-            raise
-        return sorted({index.fqn for index in description.metadata.storage_data or {}})
 
 
 def flush_persistence(tag: object = "") -> bool:
@@ -374,6 +362,10 @@ def _in_memory(
     """Return what nodes have: this node its run's, all of them together all of earlier ones."""
     own = [one for one in inventory.in_memory(chosen) if one.save_id not in surveyed]
     return [*own, *(one for one in surveyed.values() if one is not None)]
+
+
+def _streams(run: Run, chosen: Settings, found: CheckpointStatus) -> OpenStreams:
+    return OpenStreams(chosen, storage_of(chosen), found, _peers(run, chosen))
 
 
 def _peers(run: Run, chosen: Settings) -> Peers | None:
