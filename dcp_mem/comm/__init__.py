@@ -21,7 +21,9 @@ order:
 
 from dcp_mem.comm.collectives import Ranks, SingleRank
 from dcp_mem.comm.job_ranks import (
+    has_groups,
     held_store,
+    is_first_of_node,
     known_ranks,
     rank_in,
     ranks_of,
@@ -33,7 +35,9 @@ from dcp_mem.comm.job_ranks import (
 __all__ = [
     "Ranks",
     "SingleRank",
+    "has_groups",
     "held_store",
+    "is_first_of_node",
     "known_ranks",
     "rank_in",
     "ranks_of",

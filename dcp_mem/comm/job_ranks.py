@@ -459,14 +459,24 @@ def held_store() -> object:
     return default_store() if dist.is_available() and dist.is_initialized() else None
 
 
-def world_size() -> int:
-    """Return the number of ranks of the job, also of those that take no part in a save or load."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def has_groups() -> bool:
+    """Return whether the process has process groups."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Return the number of ranks in a group, or of all, whether they take part in a call or not."""
+    return dist.get_world_size(group) if has_groups() else 1
 
 
 def rank_in(group: dist.ProcessGroup | None = None) -> int:
     """Return this rank's number in a group, or among all; 0 without process groups."""
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank(group) if has_groups() else 0
+
+
+def is_first_of_node() -> bool:
+    """Return whether this process is its node's first, as torchrun says."""
+    return int(os.environ.get("LOCAL_RANK") or 0) == 0
 
 
 def _leave_groups() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dcp_mem.comm.bridge.calls import DcpCall, direct_call
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError
-from dcp_mem.functional import load_or_raise_cause
+from dcp_mem.functional import load, raising_cause
 from dcp_mem.loading.load_attempt import Eligible, LoadAttempt, Places
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.sources.base import Description
@@ -105,8 +105,8 @@ class HoldingReader(MemoryStorageReader):
     ) -> RecoveryReport:
         """Load what is held, and let go of it, however that ends."""
         try:
-            load_or_raise_cause(
-                state_dict, storage_reader=self, weights_only=weights_only, skip=skip
+            raising_cause(
+                load, state_dict, storage_reader=self, weights_only=weights_only, skip=skip
             )
         finally:
             self.close()

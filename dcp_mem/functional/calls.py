@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from typing_extensions import TypedDict
 
 from dcp_mem.comm.bridge.errors import cause_of
 from dcp_mem.errors import ConfigError, kind_of
 
-
-class CallOptions(TypedDict, total=False):
-    """What saves and loads of other rooms say of a call; as in `save` and `load`."""
-
-    checkpoint_id: str | os.PathLike[str] | None
-    process_group: dist.ProcessGroup | None
-    no_dist: bool
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @contextmanager
@@ -40,18 +32,18 @@ def raised_together(error: Exception | None) -> Iterator[None]:
         raise error
 
 
-@contextmanager
-def cause_raised(what: str, call: CallOptions) -> Iterator[None]:
-    """Raise what a CheckpointException of the block tells of, in its place."""
+def raising_cause(act: Callable[P, T], *args: P.args, **call: P.kwargs) -> T:
+    """Call `save` or `load`, and raise dcp_mem's errors as they are: no CheckpointException."""
     try:
-        yield
+        return act(*args, **call)
     except CheckpointException as error:
         cause, error.__cause__ = error.__cause__, None  # not in a circle
         if cause is not None:
             raise cause from cause.__cause__
         if call.get("no_dist"):  # for DCP, this is rank 0 then
             raise next(iter(error.failures.values()))[0] from error
-        raise cause_of(error, call.get("process_group"), what) from error
+        group: Any = call.get("process_group")
+        raise cause_of(error, group, f"the {act.__name__}") from error
 
 
 def refuse_other_kind(argument: str, given: object, base: type, method: str, example: str) -> None:

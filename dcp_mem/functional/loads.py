@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
-from typing_extensions import Unpack
 
 from dcp_mem.comm.agreement import attempt
 from dcp_mem.comm.bridge import torch_plans
@@ -22,13 +21,7 @@ from dcp_mem.comm.bridge.errors import raised_as_by_dcp
 from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
-from dcp_mem.functional.calls import (
-    CallOptions,
-    accepted_by,
-    cause_raised,
-    raised_together,
-    refuse_other_kind,
-)
+from dcp_mem.functional.calls import accepted_by, raised_together, refuse_other_kind
 from dcp_mem.functional.stateful import (
     NEVER_STATEFUL,
     States,
@@ -143,34 +136,6 @@ def load(
     if isinstance(planner, LocalLoadPlanner):
         planner.take_out_lacking()
     _put_into(state_dict, loaded, keys)
-
-
-def load_or_raise_cause(
-    state_dict: dict[str, Any],
-    *,
-    storage_reader: StorageReader | None = None,
-    planner: LoadPlanner | None = None,
-    weights_only: bool = True,
-    skip: TensorChoice | None = None,
-    strict: bool = True,
-    **call: Unpack[CallOptions],
-) -> None:
-    """Load as `load` does, and raise dcp_mem's errors as they are: no CheckpointException.
-
-    For the manager, the integrations and the command line.
-
-    Raises ConfigError, RankFailed, Exception.
-    """
-    with cause_raised("the load", call):
-        load(
-            state_dict,
-            storage_reader=storage_reader,
-            planner=planner,
-            weights_only=weights_only,
-            skip=skip,
-            strict=strict,
-            **call,
-        )
 
 
 def _checked(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from dcp_mem.comm import refuse_missing_group
 from dcp_mem.comm.agreement import Attempted, attempt
@@ -27,16 +25,10 @@ from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log_once
 from dcp_mem.common.parallel import KeptThreads
 from dcp_mem.errors import ConfigError
-from dcp_mem.functional.calls import (
-    CallOptions,
-    accepted_by,
-    cause_raised,
-    raised_together,
-    refuse_other_kind,
-)
+from dcp_mem.functional.calls import accepted_by, raised_together, refuse_other_kind
 from dcp_mem.functional.stateful import States, taking_part, without_stateful
 from dcp_mem.planning.refusing_planners import RefusingSavePlanner
-from dcp_mem.saving.ahead import StagedState, refused_state, staged_in
+from dcp_mem.saving.ahead import refused_state, staged_in
 from dcp_mem.saving.dcp_takeover import saves_to_lowest_rank, why_not_own_plan
 from dcp_mem.saving.overlap import Overlap, overlap_of
 from dcp_mem.saving.values import NoCommonPlan
@@ -117,22 +109,6 @@ def save(
             **accepted,
         )
     return metadata
-
-
-def save_or_raise_cause(
-    state_dict: dict[str, Any],
-    *,
-    storage_writer: StorageWriter | None = None,
-    **call: Unpack[CallOptions],
-) -> Metadata:
-    """Save as `save` does, and raise dcp_mem's errors as they are: no CheckpointException.
-
-    For the manager and the integrations.
-
-    Raises RankFailed, Exception.
-    """
-    with cause_raised("the save", call):
-        return save(state_dict, storage_writer=storage_writer, **call)
 
 
 def _refuse_no_writer(given: object) -> None:
@@ -260,41 +236,21 @@ def _can_begin_itself(process_group: dist.ProcessGroup | None) -> bool:
     return "cpu:" in dist.get_backend_config(process_group)
 
 
-def _begin_own(state_dict: dict[str, Any], **arguments: Any) -> Future[Metadata]:
+def _begin_own(
+    state_dict: dict[str, Any],
+    *,
+    storage_writer: Any,
+    planner: SavePlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    checkpoint_id: str | os.PathLike[str] | None,
+    **_: object,
+) -> Future[Metadata]:
     """Begin a save as dcp.async_save does with a writer that stages, with less bookkeeping.
 
     1. Stage: the writer copies the state dict, in this thread.
     2. Save: dcp.save takes what is staged, in another thread.
     """
-    (save, staged), may_begin = _staged_save(state_dict, **arguments), threading.Event()
-    try:
-        saving = _saving.submit(_save_later, may_begin, save)
-        staged.end_with(saving)
-        return saving
-    finally:
-        may_begin.set()  # not before: the two would compete for the interpreter's lock
-
-
-_MOST_SAVES = 64
-_saving = KeptThreads(_MOST_SAVES, "dcp_mem-async-save", is_awaited=True)
-
-
-def _save_later(may_begin: threading.Event, save: Callable[[], Metadata]) -> Metadata:
-    may_begin.wait()
-    return save()
-
-
-def _staged_save(
-    state_dict: dict[str, Any],
-    *,
-    checkpoint_id: str | os.PathLike[str] | None,
-    storage_writer: MemoryStorageWriter,
-    planner: SavePlanner | None,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-    **_: object,
-) -> tuple[Callable[[], Metadata], StagedState]:
-    """Stage a state dict; return the call that saves it, and what is staged."""
     call = StagingCall(
         planner=planner,
         process_group=process_group,
@@ -303,15 +259,29 @@ def _staged_save(
         is_in_process=False,
     )
     state = storage_writer._saver.stage(call, state_dict)
-    staged = staged_in(state)
+    staged, may_begin = staged_in(state), threading.Event()
     assert staged is not None
-    save = partial(
-        dcp.save,
-        state,
-        checkpoint_id=checkpoint_id,
-        storage_writer=storage_writer,
-        planner=planner,
-        process_group=process_group,
-        **accepted_by(dcp.save, no_dist=(no_dist, False)),
-    )
-    return save, staged
+    accepted = accepted_by(dcp.save, no_dist=(no_dist, False))
+
+    def save() -> Metadata:
+        may_begin.wait()
+        metadata: Metadata = dcp.save(
+            state,
+            checkpoint_id=checkpoint_id,
+            storage_writer=storage_writer,
+            planner=planner,
+            process_group=process_group,
+            **accepted,
+        )
+        return metadata
+
+    try:
+        saving = _saving.submit(save)
+        staged.end_with(saving)
+        return saving
+    finally:
+        may_begin.set()  # not before: the two would compete for the interpreter's lock
+
+
+_MOST_SAVES = 64
+_saving = KeptThreads(_MOST_SAVES, "dcp_mem-async-save", is_awaited=True)

@@ -31,7 +31,7 @@ from dcp_mem.integrations.accelerate import (
     bare_optimizer,
     refuse_engines,
 )
-from dcp_mem.manager import CheckpointManager, Saved
+from dcp_mem.manager import CheckpointManager, Saved, step_of
 from dcp_mem.manager.options import DEFAULTS, LoopOptions
 from dcp_mem.planning.own_keys import own_keys_given, own_keys_taken
 from dcp_mem.planning.tensor_choice import TensorChoice
@@ -47,7 +47,6 @@ _TAKEN_OVER = (
     "_load_rng_state",
     "_load_best_model",
 )
-_NAME = re.compile(r"step-(\d+)")
 _PREFIX = "dcp_mem-trainer-"
 _BEST = re.compile(rf".*/{_PREFIX}[^/]+/best-(\d+)")
 _STATE = "trainer_state.json"
@@ -225,8 +224,8 @@ class TrainerCheckpoints:
         """Find what to resume from: a checkpoint of dcp_mem, or as the Trainer is told."""
         if given is True:
             return self._peek(None, is_asked_for=False) or self._trainers_own()
-        named = _NAME.fullmatch(given) if isinstance(given, str) else None
-        return given if named is None else self._peek(int(named[1]), is_asked_for=True)
+        step = step_of(given) if isinstance(given, str) else None
+        return given if step is None else self._peek(step, is_asked_for=True)
 
     def _peek(self, step: int | None, *, is_asked_for: bool) -> _Resumption | None:
         """Find the newest checkpoint of ours, or a step's, and give the Trainer its state."""

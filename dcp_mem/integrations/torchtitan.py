@@ -10,7 +10,6 @@ from dcp_mem.common.releases import warn_if_untested
 warn_if_untested("torchtitan")
 
 import os
-import re
 import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -25,13 +24,13 @@ from dcp_mem.common.log import log
 from dcp_mem.config import parity
 from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint
 from dcp_mem.functional import async_save, load, save
+from dcp_mem.manager import name_of, step_of
 from dcp_mem.policy.persistence import every_n_saves
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.saving.overlap import wait_for_copies
 from dcp_mem.writer import MemoryStorageWriter
 
-_NAME = re.compile(r"step-(\d+)")
-_SEED = "step-0"
+_SEED = name_of(0)
 
 
 class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
@@ -133,7 +132,7 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
         name = os.path.basename(checkpoint_id)
-        self.writer.annotate_next_save(step=_step(name))
+        self.writer.annotate_next_save(step=step_of(name))
         if async_mode is AsyncMode.DISABLED:
             save(state_dict, checkpoint_id=name, storage_writer=self.writer)
             return None
@@ -169,9 +168,9 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def _found(self, step: int) -> str | None:
         """Return the checkpoint to load; None where there is none of ours."""
-        plan = self.reader._elected(None if step == -1 else f"step-{step}")
+        plan = self.reader._elected(None if step == -1 else name_of(step))
         for choice in plan.choices:
-            if _NAME.fullmatch(choice.name):
+            if step_of(choice.name) is not None:
                 return choice.name
         if plan.reasons:
             raise NoRecoverableCheckpoint(self.folder, plan.reasons)
@@ -256,11 +255,6 @@ def _parameter(key: str, names: Set[str]) -> tuple[str, str]:
     while rest and rest not in names:
         rest = rest.rpartition(".")[0]
     return kind, rest
-
-
-def _step(name: str) -> int | None:
-    matched = _NAME.fullmatch(name)
-    return None if matched is None else int(matched[1])
 
 
 __all__ = ["MemoryCheckpointManager"]

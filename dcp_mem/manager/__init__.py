@@ -9,6 +9,6 @@ may import everything but integrations and the command line.
 """
 
 from dcp_mem.manager.checkpoint_manager import CheckpointManager
-from dcp_mem.manager.saved import Saved
+from dcp_mem.manager.saved import Saved, name_of, step_of
 
-__all__ = ["CheckpointManager", "Saved"]
+__all__ = ["CheckpointManager", "Saved", "name_of", "step_of"]

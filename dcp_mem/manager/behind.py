@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
+from dcp_mem.comm import is_first_of_node
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome, State
 from dcp_mem.config import Settings
@@ -38,7 +38,7 @@ class Behind:
             if (one.manifest.save_id, error) in self._said:
                 continue
             self._said.add((one.manifest.save_id, error))
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if is_first_of_node():
                 log.warning("%s: %s", one.name, error)
             if one.manifest.run == own:
                 found.append(f"{one.name}: {error}")

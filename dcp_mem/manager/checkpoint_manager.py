@@ -14,13 +14,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import Unpack
 
 from dcp_mem import functional
-from dcp_mem.comm import Ranks, rank_in
+from dcp_mem.comm import Ranks, rank_in, world_size
 from dcp_mem.comm.agreement import attempt, described, leaving_on_error
 from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.comm.bridge.errors import cause_of
@@ -47,7 +46,7 @@ from dcp_mem.manager.options import DEFAULTS, ManagerOptions
 from dcp_mem.manager.pace import Pace
 from dcp_mem.manager.preemption import Preemption
 from dcp_mem.manager.replica_check import ReplicaCheck
-from dcp_mem.manager.saved import Saved
+from dcp_mem.manager.saved import Saved, name_of, step_of
 from dcp_mem.operations.inventory import job_memory, list_checkpoints
 from dcp_mem.options import WriterOptions, of_kind
 from dcp_mem.planning.tensor_choice import TensorChoice
@@ -58,7 +57,6 @@ from dcp_mem.saving.overlap import overlap_of
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.writer import MemoryStorageWriter
 
-_NAME = re.compile(r"step-(\d+)")
 _LAST_NUMBER = re.compile(r"(\d+)\D*$")
 
 
@@ -135,7 +133,7 @@ class CheckpointManager:
         self._refuse_closed("save()")
         number = _number(step)
         self._crash_loop.passed(number)
-        saved = Saved(step=number, name=f"step-{number}", outcome="not due")
+        saved = Saved(step=number, name=name_of(number), outcome="not due")
         wrong = attempt(lambda: checked_state(state))
         if not (force_persist or self._pace.is_due(number)):
             _ = wrong.value
@@ -179,13 +177,12 @@ class CheckpointManager:
 
     def _is_of_few(self, error: ConfigError) -> bool:
         """Tell whether some ranks alone have got something wrong, and others haven't."""
-        cause, size = error.__cause__, 1
-        if dist.is_available() and dist.is_initialized():
-            size = dist.get_world_size(self._process_group)
+        cause, size = error.__cause__, world_size(self._process_group)
         return isinstance(cause, RankFailed) and len(cause.failures) < size
 
     def _save(self, saved: Saved, state: dict[str, Any], started: float) -> Saved:
-        functional.save_or_raise_cause(
+        functional.raising_cause(
+            functional.save,
             state,
             checkpoint_id=saved.name,
             storage_writer=self._writer,
@@ -301,7 +298,7 @@ class CheckpointManager:
                 a RankFailed.
         """
         self._refuse_closed("restore()")
-        name = None if step is None else f"step-{_number(step)}"
+        name = None if step is None else name_of(_number(step))
         self._finish_begun()
         session = open_session(self._writer.settings)
         if session is not None:
@@ -313,7 +310,8 @@ class CheckpointManager:
             self._leave_crash_loop()
         with self._reader() as reader:
             try:
-                functional.load_or_raise_cause(
+                functional.raising_cause(
+                    functional.load,
                     state,
                     checkpoint_id=name,
                     storage_reader=reader,
@@ -370,10 +368,8 @@ class CheckpointManager:
     def latest(self) -> int | None:
         """Return the step that `restore` would load, alike on all ranks; None for none."""
         with self._reader() as reader:
-            steps = [
-                int(match[1]) for name in reader.recoverable() if (match := _NAME.fullmatch(name))
-            ]
-        return steps[0] if steps else None
+            steps = map(step_of, reader.recoverable())
+        return next((step for step in steps if step is not None), None)
 
     def list(self) -> list[CheckpointStatus]:
         """Return every checkpoint in this node's memory and on storage, newest first."""
@@ -407,7 +403,7 @@ class CheckpointManager:
         Raises:
             DcpMemError: As from `MemoryStorageWriter.wait`.
         """
-        name = None if step is None else f"step-{_number(step)}"
+        name = None if step is None else name_of(_number(step))
         started = time.monotonic()
         self._finish_begun(timeout)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
@@ -431,7 +427,7 @@ class CheckpointManager:
             RankFailed: It can't be marked; on all ranks alike.
         """
         self._refuse_closed("reject()")
-        name = f"step-{_number(step)}"
+        name = name_of(_number(step))
         self._finish_begun()
         with self._ranks_in_turn("reject()") as ranks:
             removal.reject(self._writer.settings, ranks, name, str(why))
@@ -456,7 +452,7 @@ class CheckpointManager:
                 that failed names itself alone.)
         """
         self._refuse_closed("delete()")
-        name = f"step-{_number(step)}"
+        name = name_of(_number(step))
         self._finish_begun()
         with self._ranks_in_turn("delete()") as ranks:
             removal.delete(self._writer.settings, ranks, name)

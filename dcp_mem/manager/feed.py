@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -66,7 +65,7 @@ class Feed:
         self._thread: threading.Thread | None = None
         self._is_behind = False
         self._published = -math.inf
-        self._skip_the_past()
+        self._look(lambda event: None)  # what earlier runs have left; clocks don't tell it apart
 
     def saved(self, saved: Saved) -> None:
         """Tell of a save, and of what has become of those before it."""
@@ -132,10 +131,10 @@ class Feed:
             self._tell(event)
             if event.kind == "save":
                 self._note_step(event)
-                self._look()
+                self._look(self._tell)
                 if time.monotonic() - self._published > _BETWEEN_STORIES:
                     self._publish()
-        self._look()
+        self._look(self._tell)
         self._publish()
         for tracker in list(self._trackers):
             self._try(tracker, tracker.close)
@@ -146,19 +145,12 @@ class Feed:
         if len(self._steps) > _STEPS:
             del self._steps[next(iter(self._steps))]
 
-    def _skip_the_past(self) -> None:
-        """Count as told what earlier runs have left; clocks don't tell that apart."""
+    def _look(self, tell: Callable[[Event], None]) -> None:
+        """Tell what has become of checkpoints since the last look."""
         try:
             if job_memory(self._settings) is not None:
-                deque(self._news(states.status(self._settings)), maxlen=0)
-        except Exception as error:  # Something is told twice then.
-            log.info("what trackers were told before can't be looked up: %s", error)
-
-    def _look(self) -> None:
-        try:
-            is_there = job_memory(self._settings) is not None
-            for event in self._news(states.status(self._settings)) if is_there else ():
-                self._tell(event)
+                for event in self._news(states.status(self._settings)):
+                    tell(event)
         except Exception as error:  # The next look may find more.
             log.warning("what became of checkpoints can't be looked up for trackers: %s", error)
 
@@ -168,8 +160,7 @@ class Feed:
         # A run of months makes many checkpoints: forget those that are no longer listed.
         self._told = {key for key in self._told if key[0] in known}
         for one in reversed(checkpoints):
-            job = self._settings.job
-            for key, event in (*_flushes(job, one), *_copies(job, one)):
+            for key, event in _fates(self._settings.job, one):
                 is_new = (one.save_id, *key) not in self._told
                 self._told.add((one.save_id, *key))
                 if event.step is None:
@@ -237,8 +228,9 @@ def _story(history: History) -> Story:
     )
 
 
-def _flushes(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], Event]]:
-    """Yield the event of a checkpoint's flush, if there is one, and the key that tells it apart."""
+def _fates(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], Event]]:
+    """Yield what became of a checkpoint's flush and copies, behind keys that tell it apart."""
+    event = partial(Event, job=job, checkpoint=one.name, step=one.step)
     outcome, when, key = "", time.time(), ""
     if one.durable and one.state in (State.DURABLE, State.DELETED):
         outcome, when = "durable", one.durable
@@ -247,38 +239,32 @@ def _flushes(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...],
     elif one.state is State.SKIPPED and one.save_id and one.persist:
         outcome = "skipped"
     if outcome:
-        event = Event(
-            kind="flush",
-            outcome=outcome,
-            time=when,
-            job=job,
-            checkpoint=one.name,
-            step=one.step,
-            seconds=one.flush_seconds,
-            nbytes=one.nbytes,
-            figures={
-                "attempts": float(one.flush_attempts),
-                "retries": float(one.transfer.retries),
-            },
-            detail=one.error,
+        yield (
+            ("flush", outcome, key),
+            event(
+                kind="flush",
+                outcome=outcome,
+                time=when,
+                seconds=one.flush_seconds,
+                nbytes=one.nbytes,
+                figures={
+                    "attempts": float(one.flush_attempts),
+                    "retries": float(one.transfer.retries),
+                },
+                detail=one.error,
+            ),
         )
-        yield ("flush", outcome, key), event
-
-
-def _copies(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], Event]]:
-    """Yield the event of a checkpoint's copies or parity, if there is one, behind its key."""
-    outcome = "replicated" if one.is_replicated else "failed" if one.replication_error else ""
-    if outcome:
-        event = Event(
-            kind="copies",
-            outcome=outcome,
-            time=time.time(),
-            job=job,
-            checkpoint=one.name,
-            step=one.step,
-            seconds=one.replication_seconds,
-            nbytes=one.nbytes * one.replicas,
-            figures={"on_nodes": float(one.replicas), "parity_over": float(one.parity)},
-            detail=one.replication_error,
+    copied = "replicated" if one.is_replicated else "failed" if one.replication_error else ""
+    if copied:
+        yield (
+            ("copies", copied),
+            event(
+                kind="copies",
+                outcome=copied,
+                time=time.time(),
+                seconds=one.replication_seconds,
+                nbytes=one.nbytes * one.replicas,
+                figures={"on_nodes": float(one.replicas), "parity_over": float(one.parity)},
+                detail=one.replication_error,
+            ),
         )
-        yield ("copies", outcome), event

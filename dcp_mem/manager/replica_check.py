@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_mem.comm import Ranks
+from dcp_mem.comm import Ranks, is_first_of_node
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.common.sendable import sendable
@@ -113,7 +112,7 @@ class ReplicaCheck:
         ]
         if len(wrong) > _MOST_NAMED:
             texts.append(f"{self._name}: so do {len(wrong) - _MOST_NAMED} more tensors")
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_of_node():
             for text in texts:
                 log.warning("%s", text)
         return texts

@@ -1,9 +1,23 @@
-"""`Saved`: what `CheckpointManager.save` returns."""
+"""`Saved`: what `CheckpointManager.save` returns; what checkpoints of steps are called."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
+
+_NAME = re.compile(r"step-(\d+)")
+
+
+def name_of(step: int) -> str:
+    """Return what a manager calls the checkpoint of a step."""
+    return f"step-{step}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a checkpoint is called after; None for one that no manager named."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import mmap
 import operator
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +46,7 @@ from dcp_mem.operations.safetensors_file import (
     reserve,
     shard_file,
 )
-from dcp_mem.operations.streams import open_stream
+from dcp_mem.operations.streams import OpenStreams
 from dcp_mem.operations.verify import Observer
 from dcp_mem.planning.whole_checkpoint import blank_tensors, nested, paths_of
 from dcp_mem.storage import Storage, part_count
@@ -324,22 +324,15 @@ def export_files(
     for name, path in paths.items():
         if os.path.commonpath([root, path]) != root or path == root:
             raise ConfigError(f"{checkpoint.name} has a file {name!r}, which isn't below {target}")
-    for name, path in paths.items():
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        pick = functools.partial(_if_present, name)
-        with (
-            open_stream(settings, storage, checkpoint, pick, name) as data,
-            _new_file(path) as part,
-        ):
-            with open(part, "wb") as stream:
-                stream.write(data)
+    with OpenStreams(settings, storage, checkpoint) as streams:
+        for name, path in paths.items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            data = streams.whole(name)
+            with _new_file(path) as part, open(part, "wb") as file:
+                file.write(data)
             total += data.nbytes
-        files.append(path)
+            files.append(path)
     return Exported(target, tuple(files), total)
-
-
-def _if_present(name: str, streams: Sequence[str]) -> str | None:
-    return name if name in streams else None
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.config import Settings
-from dcp_mem.functional import load_or_raise_cause
+from dcp_mem.functional import load, raising_cause
 from dcp_mem.loading.load_attempt import LoadRequest
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.reader import MemoryStorageReader
@@ -54,7 +54,8 @@ class Reading:
     def load(self, state: dict[str, Any], *, trust: bool = False) -> None:
         if not state:
             return
-        load_or_raise_cause(
+        raising_cause(
+            load,
             state,
             checkpoint_id=self._name,
             storage_reader=self._reader,

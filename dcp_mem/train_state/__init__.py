@@ -1,13 +1,10 @@
 """All state of a training loop, as one entry of a state dict.
 
-- `state`: `TrainState`.
+- `state`: `TrainState`, and random number generators.
 - `optimizers`: optimizers' state by the names of parameters, and that of fresh ones.
 - `values`: values of any shape, with their tensors apart.
-- `generators`: random number generators.
 """
 
-from dcp_mem.train_state.generators import rng_state, set_rng_state
-from dcp_mem.train_state.state import TrainState
-from dcp_mem.train_state.values import has_tensors
+from dcp_mem.train_state.state import TrainState, rng_state, set_rng_state
 
-__all__ = ["TrainState", "has_tensors", "rng_state", "set_rng_state"]
+__all__ = ["TrainState", "rng_state", "set_rng_state"]

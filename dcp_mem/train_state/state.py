@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -20,7 +22,6 @@ from dcp_mem.errors import ConfigError, kind_of
 from dcp_mem.planning.entries import SavedEntry
 from dcp_mem.planning.own_keys import own_keys_given, own_keys_taken
 from dcp_mem.planning.wrapper_tensors import has_memory
-from dcp_mem.train_state.generators import rng_state, set_rng_state
 from dcp_mem.train_state.optimizers import Optimizers
 from dcp_mem.train_state.values import Tensors, as_tuple, is_fixed, put_together, taken_apart
 
@@ -279,3 +280,27 @@ def _role(model: Mapping[str, Any]) -> tuple[Any, ...]:
         for mesh in meshes.values()
     }
     return zlib.crc32("\0".join(sorted(model)).encode()), *sorted(places)
+
+
+# -- random number generators ----------------------------------------------------------------------
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of this rank's generators, in types that unpickle without running code."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)  # numpy's type says that it may also be a text
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Restore the states that `rng_state` returned, of as many devices as this rank sees."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    for device, of_device in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(of_device, device)

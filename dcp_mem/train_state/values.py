@@ -24,20 +24,9 @@ def as_tuple(value: Any) -> tuple[Any]:
     return (value,)
 
 
-def has_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor or a container with one in it."""
-    return bool(tensors_in(value))
-
-
 def is_fixed(tensor: torch.Tensor) -> bool:
     """Tell whether only whoever has a tensor can make one like it: of a class, or a shard."""
     return type(tensor) not in PLAIN or bool(mark_of(tensor))
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _Mapping(lambda _, tensor: found.append(tensor)).of(value)
-    return found
 
 
 def on_cpu(value: Any) -> Any:

@@ -356,7 +356,7 @@ def test_checkpoints_of_one_tag_without_a_number_are_told_apart_by_their_directo
 
 
 def test_a_file_has_content_unless_it_is_a_placeholder(tmp_path: Path) -> None:
-    placeholders = pytest.importorskip("dcp_mem.integrations.deepspeed.placeholders")
+    placeholders = pytest.importorskip("dcp_mem.integrations.deepspeed.universal")
     path = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
     assert not placeholders.has_content(path)
     placeholders.place(path)

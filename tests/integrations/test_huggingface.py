@@ -64,8 +64,15 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp2", marks=needs_fsdp_on_cpu)])
-@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+@pytest.mark.parametrize(
+    ("loop", "sharding"),
+    [
+        pytest.param("accelerate", "ddp", marks=pytest.mark.variant),
+        pytest.param("accelerate", "fsdp2", marks=needs_fsdp_on_cpu),
+        ("trainer", "ddp"),
+        pytest.param("trainer", "fsdp2", marks=[pytest.mark.variant, needs_fsdp_on_cpu]),
+    ],
+)
 def test_a_training_that_is_killed_goes_on_as_if_nothing_had_been(
     loop: str, sharding: str, launch: Launch, memory_root: Path, tmp_path: Path
 ) -> None:

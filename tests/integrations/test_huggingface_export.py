@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import psutil
 import pytest
 import torch
@@ -31,10 +32,7 @@ from dcp_mem import (
     collect_orphans,
     every_n_steps,
 )
-from dcp_mem.export import INDEX
 from dcp_mem.integrations.huggingface import TrainerCheckpoints
-from dcp_mem.operations.inventory import list_checkpoints
-from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, agents, committed_in, wait_until
 from tests.support.frameworks.exports import (
     GATE,
@@ -49,6 +47,7 @@ from tests.support.private import private_directory
 from tests.support.processes.forks import forked, forked_ranks
 from tests.support.storage.servers import StorageRoot
 
+INDEX = "model.safetensors.index.json"
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 
 
@@ -346,14 +345,17 @@ def test_an_export_to_an_object_store_may_lie_below_the_jobs_root(
     forked(save_three, job, HuggingFaceExport(to), HuggingFaceExport(to, keep=1), timeout=180)
     options = root.storage_options
     assert collect_orphans(str(job.url), older_than=0.0, storage_options=options) == []
-    storage = open_storage(f"{job.url}/hf", root.storage_options)
+    files, exports = fsspec.core.url_to_fs(to, use_listings_cache=False, **options)
     copied = tmp_path / "copied"
     copied.mkdir()
-    assert [entry.name for entry in storage.ls("")] == ["step-1"]
-    for entry in storage.ls("step-1"):
-        (copied / entry.name).write_bytes(storage.get(f"step-1/{entry.name}"))
+    assert [Path(one).name for one in files.ls(exports, detail=False)] == ["step-1"]
+    for one in files.ls(f"{exports}/step-1", detail=False):
+        (copied / Path(one).name).write_bytes(files.cat_file(one))
     assert_equal(load_export(copied), make_weights(2))
-    listed = [one.name for one in list_checkpoints(job.writer().settings)]
+    manager = CheckpointManager(
+        job.url, memory_root=job.memory, job=job.name, storage_options=options
+    )
+    listed = [one.name for one in manager.list()]
     assert listed == ["step-1", "step-3"], "an export is taken for a checkpoint"
 
 

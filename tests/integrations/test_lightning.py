@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import signal
-import time
 from argparse import Namespace
 from contextlib import suppress
 from functools import partial
@@ -24,8 +23,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import dcp_mem
-from dcp_mem import ConfigError, FlushFailed, MemoryStorageReader, every_n_saves
-from dcp_mem.config import Settings, checkpoint_name
+from dcp_mem import (
+    CheckpointManager,
+    CheckpointNotFound,
+    CheckpointStatus,
+    ConfigError,
+    FlushFailed,
+    MemoryStorageReader,
+    every_n_saves,
+)
 from dcp_mem.integrations.lightning import (
     NEWEST,
     MemoryCheckpoint,
@@ -34,9 +40,7 @@ from dcp_mem.integrations.lightning import (
     MemoryModelParallelStrategy,
 )
 from dcp_mem.integrations.lightning.paths import name_of
-from dcp_mem.operations import housekeeping
-from dcp_mem.operations.inventory import list_checkpoints, on_storage
-from dcp_mem.storage.routes import open_storage
+from tests.support.checkpoints.jobs import committed_in
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.frameworks.lightning_job import (
     BATCHES,
@@ -55,6 +59,17 @@ _SECONDS = 150
 
 
 # -- the plugin alone ------------------------------------------------------------------------------
+
+
+def _listed(plugin: MemoryCheckpointIO) -> list[CheckpointStatus]:
+    settings = plugin.settings
+    return CheckpointManager(
+        settings.url, memory_root=settings.memory_root, job=settings.job
+    ).list()
+
+
+def _steps(plugin: MemoryCheckpointIO) -> list[int | None]:
+    return [one.step for one in _listed(plugin)]
 
 
 def _checkpoint(step: int) -> dict[str, Any]:
@@ -166,23 +181,18 @@ def test_objects_of_other_kinds_are_loaded_only_where_that_is_said(memory_root: 
 
 
 def test_what_is_removed_leaves_memory_and_storage_once_it_can(
-    memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_root: Path, tmp_path: Path
 ) -> None:
-    root, evict = tmp_path / "run", housekeeping.evict
-
-    def evict_late(settings: Settings, name: str) -> tuple[int, str]:
-        time.sleep(0.5)  # as long as a flush holds it
-        return evict(settings, name)
-
-    monkeypatch.setattr(housekeeping, "evict", evict_late)
-    plugin = MemoryCheckpointIO(root, memory_root=memory_root, keep_memory=3)
-    for step in (1, 2):
-        plugin.save_checkpoint(_checkpoint(step), root / f"{step}.ckpt")
+    root = tmp_path / "run"
+    plugin = MemoryCheckpointIO(root, memory_root=memory_root, keep_memory=3, upload_limit="4MiB")
+    for step in (1, 2):  # each takes half a second to be flushed
+        large = {**_checkpoint(step), "state_dict": {"weight": torch.ones(1 << 19)}}
+        plugin.save_checkpoint(large, root / f"{step}.ckpt")
     plugin.remove_checkpoint(root / "1.ckpt")  # on its way to storage, if not there
     plugin.save_checkpoint(_checkpoint(3), root / "1.ckpt")  # another one of the same name
     plugin.remove_checkpoint(root / "2.ckpt")
     plugin.teardown()
-    assert [one.step for one in list_checkpoints(plugin.settings)] == [3]
+    assert _steps(plugin) == [3]
     assert (
         MemoryCheckpointIO(root, memory_root=tmp_path / "none").load_checkpoint(root / "1.ckpt")[
             "global_step"
@@ -204,7 +214,7 @@ def test_the_newest_on_storage_is_removed_once_storage_has_a_newer_one(
         plugin.remove_checkpoint(root / f"{step - 1}.ckpt")
         plugin._removals._under_way[f"{step - 1}.ckpt"].result(60)
         expected = "1.ckpt" if step < 3 else "3.ckpt"
-        assert [one.name for one in on_storage(open_storage(str(root), {}))] == [expected]
+        assert committed_in(root) == {expected}
     plugin.teardown()
 
 
@@ -243,7 +253,7 @@ def test_what_a_skipped_save_was_to_replace_stays_until_one_succeeds(
     assert os.listdir(names) == ["1.ckpt"]  # by which Lightning finds it
     plugin.save_checkpoint(_checkpoint(3), names / "3.ckpt")
     plugin.teardown()
-    assert [one.step for one in list_checkpoints(plugin.settings)] == [3]
+    assert _steps(plugin) == [3]
     assert os.listdir(names) == ["3.ckpt"]
 
 
@@ -330,9 +340,13 @@ def test_a_file_that_could_run_code_is_loaded_only_where_that_is_said(
         ("/elsewhere/x.ckpt", None, "x.ckpt@b660bf8d"),
     ],
 )
-def test_a_checkpoint_is_named_by_its_path(path: str, root: str | None, name: str) -> None:
+def test_a_checkpoint_is_named_by_its_path(
+    path: str, root: str | None, name: str, memory_root: Path
+) -> None:
     assert name_of(path, root) == name
-    assert checkpoint_name(root, name) == name
+    reader = MemoryStorageReader(None, job="job", memory_root=memory_root)
+    error = raised_by(lambda: dcp_mem.load({"x": 0}, checkpoint_id=name, storage_reader=reader))
+    assert isinstance(error, CheckpointNotFound)  # and no ConfigError: the name is one
 
 
 def test_files_of_one_name_from_two_directories_are_two_checkpoints() -> None:
@@ -368,7 +382,7 @@ def _stock(root: str, memory: str) -> None:
 
     plugin = MemoryCheckpointIO(root, memory_root=memory, keep_memory=2)
     trainer(plugin, checkpoints()).fit(Model(), ckpt_path="last")
-    there = {one.name: one.places for one in list_checkpoints(plugin.settings)}
+    there = {one.name: one.places for one in _listed(plugin)}
     assert {name for name, places in there.items() if "storage" in places} == {
         "epoch=0.ckpt",
         "epoch=1.ckpt",
@@ -430,7 +444,7 @@ def _callback(root: str, memory: str) -> None:
             Model(killed_at=BATCHES + 1, signal_number=signal.SIGTERM), ckpt_path="last"
         )
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    [newest] = on_storage(open_storage(root, {}))
+    [newest] = CheckpointManager(root, memory_root=f"{memory}/none").list()
     assert newest.name == f"epoch=0-step={BATCHES}.ckpt"
     assert newest.step == BATCHES
     assert newest.metrics.keys() == {"loss", "loss_step", "loss_epoch"}
@@ -597,7 +611,7 @@ def _inside_lightnings_asynchronous_plugin(root: str, memory: str) -> list[str]:
     plugin = MemoryCheckpointIO(root, memory_root=memory)
     around = AsyncCheckpointIO(plugin)
     trainer(around, ModelCheckpoint(root), max_epochs=1).fit(Model())
-    return [one.name for one in on_storage(open_storage(root, {}))]
+    return sorted(committed_in(Path(root)))
 
 
 def test_what_lightnings_asynchronous_plugin_wraps_has_flushed_when_fit_returns(

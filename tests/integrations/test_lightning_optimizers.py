@@ -77,7 +77,7 @@ def _train(memory: str, kind: str, strategy: str, job: str, killed_at: int | Non
         pytest.param("by hand", "ddp", marks=pytest.mark.variant),
         ("by hand", "memory_ddp"),
         pytest.param("by hand", "model_parallel", marks=needs_fsdp_on_cpu),
-        ("lbfgs", "ddp"),
+        pytest.param("lbfgs", "ddp", marks=pytest.mark.variant),
         ("lbfgs", "memory_ddp"),
     ],
 )

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from dcp_mem.operations.inventory import list_checkpoints
-from dcp_mem.options import settings
+from dcp_mem import CheckpointManager
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.launch import run_torchrun
@@ -99,7 +98,7 @@ def test_the_last_save_of_a_training_that_fails_stays_in_memory(
         "tests.support.frameworks.megatron_end", root, memory_root, "fails", temporary=tmp_path
     )
     assert "as training does" in ended.stdout, ended.stdout[-8000:]
-    newest, first = list_checkpoints(settings(root, memory_root=memory_root))
+    newest, first = CheckpointManager(root, memory_root=memory_root).list()
     assert (newest.name, newest.persist) == ("iter_0000002", False)
     assert (first.name, first.is_durable) == ("iter_0000001", True)
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import dcp_mem.integrations.nebula
 from dcp_mem import (
     CheckpointNotFound,
     ConfigError,
@@ -23,10 +22,11 @@ from dcp_mem import (
     SegmentCorrupt,
     every_n_saves,
 )
-from dcp_mem.cli.main import main as command
+from dcp_mem.integrations import nebula
 from dcp_mem.integrations.nebula import run
 from tests.support.channels import PROBE_NBYTES, UsedChannel
-from tests.support.checkpoints.jobs import committed_in, wait_until
+from tests.support.checkpoints.jobs import Job, committed_in, wait_until
+from tests.support.command import reject
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.forks import forked, forked_ranks, killed_ranks, raised_by
 
@@ -48,7 +48,7 @@ def _init(root: Path, url: Path | None, **options: Any) -> None:
         **({"job": "job"} if url is None else {}),
         **options,
     }
-    dcp_mem.integrations.nebula.init(url, **chosen)
+    nebula.init(url, **chosen)
 
 
 def _tensors(number: int) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _tags() -> list[str]:
-    return [one["tag"] for one in dcp_mem.integrations.nebula.list_checkpoints()]
+    return [one["tag"] for one in nebula.list_checkpoints()]
 
 
 # -- one process -----------------------------------------------------------------------------------
@@ -74,11 +74,11 @@ def test_what_is_saved_is_loaded_from_memory_and_once_that_is_gone_from_storage(
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1")
+    checkpoint = nebula.Checkpoint("step-1")
     checkpoint.save("model", _tensors(1))
-    assert _equal(dcp_mem.integrations.nebula.get_latest_checkpoint().load("model"), _tensors(1))
-    assert dcp_mem.integrations.nebula.flush_persistence()
-    [listed] = dcp_mem.integrations.nebula.list_checkpoints()
+    assert _equal(nebula.get_latest_checkpoint().load("model"), _tensors(1))
+    assert nebula.flush_persistence()
+    [listed] = nebula.list_checkpoints()
     assert json.loads(json.dumps(listed)) == listed
     assert (listed["tag"], listed["state"], listed["tiers"]) == (
         "step-1",
@@ -87,7 +87,7 @@ def test_what_is_saved_is_loaded_from_memory_and_once_that_is_gone_from_storage(
     )
     assert listed["path"] == f"{url}/step-1"
     shutil.rmtree(memory_root / run.current().settings.job / "step-1")
-    found = dcp_mem.integrations.nebula.get_checkpoint("step-1", persist_path=url)
+    found = nebula.get_checkpoint("step-1", persist_path=url)
     assert found.tag == "step-1"
     assert _equal(found.load("model", map_location="cpu"), _tensors(1))
     assert (url / "checkpointHistories.csv").exists()
@@ -95,15 +95,15 @@ def test_what_is_saved_is_loaded_from_memory_and_once_that_is_gone_from_storage(
 
 def test_a_file_on_storage_is_read_by_torch_alone(memory_root: Path, url: Path) -> None:
     _init(memory_root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1", 2)
+    checkpoint = nebula.Checkpoint("step-1", 2)
     checkpoint.save("model", _tensors(1))
     checkpoint.save("optimizer", _tensors(2))
-    assert dcp_mem.integrations.nebula.flush_persistence()
+    assert nebula.flush_persistence()
     found: dict[str, Any] = {"model": None, "optimizer": None}
     dcp.load(found, storage_reader=dcp.FileSystemReader(url / "step-1"))
     assert _equal(found["model"], _tensors(1))
     assert _equal(found["optimizer"], _tensors(2))
-    with dcp_mem.integrations.nebula.get_checkpoint("step-1").open("optimizer") as file:
+    with nebula.get_checkpoint("step-1").open("optimizer") as file:
         assert _equal(torch.load(file, weights_only=False), _tensors(2))
 
 
@@ -111,8 +111,8 @@ def test_a_checkpoint_of_one_file_on_storage_is_what_torch_saves(
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url)
-    dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", _tensors(1))
-    assert dcp_mem.integrations.nebula.flush_persistence()
+    nebula.Checkpoint("step-1").save("model", _tensors(1))
+    assert nebula.flush_persistence()
     [segment] = (url / "step-1").glob("*.distcp")
     assert _equal(torch.load(segment, weights_only=False), _tensors(1))
 
@@ -121,19 +121,19 @@ def test_a_checkpoint_of_n_files_is_complete_with_the_last_of_them(
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1", 3)
+    checkpoint = nebula.Checkpoint("step-1", 3)
     for number, name in enumerate(["a", "b", "c"]):
         assert _tags() == []
-        assert dcp_mem.integrations.nebula.get_checkpoint("step-1").tag == ""
+        assert nebula.get_checkpoint("step-1").tag == ""
         checkpoint.save(name, number)
     assert _tags() == ["step-1"]
-    found = dcp_mem.integrations.nebula.get_checkpoint("step-1")
+    found = nebula.get_checkpoint("step-1")
     assert [found.load(name) for name in "abc"] == [0, 1, 2]
 
 
 def test_a_checkpoint_for_commit_is_complete_with_that_alone(memory_root: Path, url: Path) -> None:
     _init(memory_root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1", -2)
+    checkpoint = nebula.Checkpoint("step-1", -2)
     checkpoint.save("a", 1)
     checkpoint.save("a", 2)
     assert _tags() == []
@@ -146,19 +146,19 @@ def test_each_file_completes_a_checkpoint_that_keeps_the_earlier_ones(
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1")
+    checkpoint = nebula.Checkpoint("step-1")
     for number, name in enumerate(["a", "b", "a"]):
         checkpoint.save(name, _tensors(number))
         assert _tags() == ["step-1"]
     assert _equal(checkpoint.load("a"), _tensors(2))
     assert _equal(checkpoint.load("b"), _tensors(1))
-    assert dcp_mem.integrations.nebula.flush_persistence()
+    assert nebula.flush_persistence()
 
 
 def test_a_tag_that_is_saved_anew_has_the_new_files_alone(memory_root: Path, url: Path) -> None:
     _init(memory_root, url)
     for number, name in enumerate(["a", "b"]):
-        checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1", -2)
+        checkpoint = nebula.Checkpoint("step-1", -2)
         checkpoint.save(name, number)
         assert checkpoint.commit()
     assert checkpoint.load("b") == 1
@@ -170,7 +170,7 @@ def test_a_tag_that_is_saved_anew_has_the_new_files_alone(memory_root: Path, url
 
 
 def _loaded(tag: str, *names: str) -> list[Any]:
-    found = dcp_mem.integrations.nebula.get_checkpoint(tag)
+    found = nebula.get_checkpoint(tag)
     return [found.load(name) for name in names]
 
 
@@ -179,13 +179,13 @@ def test_a_commit_with_nothing_new_leaves_a_complete_checkpoint_as_it_is(
     memory_root: Path, url: Path, num_of_files: int
 ) -> None:
     _init(memory_root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-5", num_of_files)
+    checkpoint = nebula.Checkpoint("step-5", num_of_files)
     checkpoint.save("a", 1)
     checkpoint.save("b", 2)
     for _ in range(2):
         assert checkpoint.commit()
         assert _loaded("step-5", "a", "b") == [1, 2]
-    assert dcp_mem.integrations.nebula.Checkpoint("step-5", num_of_files).commit()
+    assert nebula.Checkpoint("step-5", num_of_files).commit()
     assert _loaded("step-5", "a", "b") == [1, 2]
 
 
@@ -194,13 +194,13 @@ def test_a_commit_in_another_process_leaves_a_complete_checkpoint_as_it_is(
 ) -> None:
     assert forked(_saves_two, memory_root, url) == ["step-5"]
     _init(memory_root, url)
-    assert dcp_mem.integrations.nebula.Checkpoint("step-5", 2).commit()
+    assert nebula.Checkpoint("step-5", 2).commit()
     assert _loaded("step-5", "a", "b") == [1, 2]
 
 
 def _saves_two(root: Path, url: Path) -> list[str]:
     _init(root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-5", 2)
+    checkpoint = nebula.Checkpoint("step-5", 2)
     checkpoint.save("a", 1)
     checkpoint.save("b", 2)
     return _tags()
@@ -208,7 +208,7 @@ def _saves_two(root: Path, url: Path) -> list[str]:
 
 def test_a_commit_of_nothing_at_all_makes_no_checkpoint(memory_root: Path, url: Path) -> None:
     _init(memory_root, url)
-    assert not dcp_mem.integrations.nebula.Checkpoint("step-5", -2).commit()
+    assert not nebula.Checkpoint("step-5", -2).commit()
     assert _tags() == []
 
 
@@ -216,7 +216,7 @@ def test_a_further_file_adds_to_a_checkpoint_that_is_complete_by_its_count(
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-5", 2)
+    checkpoint = nebula.Checkpoint("step-5", 2)
     checkpoint.save("a", 1)
     checkpoint.save("b", 2)
     for number, name in enumerate(["c", "d"], 3):
@@ -230,7 +230,7 @@ def test_a_file_that_is_committed_later_adds_to_its_checkpoint(
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-5", -2)
+    checkpoint = nebula.Checkpoint("step-5", -2)
     for number, name in enumerate(["a", "b"]):
         checkpoint.save(name, number)
         assert checkpoint.commit()
@@ -241,9 +241,9 @@ def test_a_checkpoint_that_is_saved_anew_never_has_old_and_new_files(
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url)
-    held = dcp_mem.integrations.nebula.Checkpoint("best", 2)
+    held = nebula.Checkpoint("best", 2)
     for epoch in range(4):
-        made = dcp_mem.integrations.nebula.Checkpoint("best", 2) if epoch > 1 else held
+        made = nebula.Checkpoint("best", 2) if epoch > 1 else held
         made.save("a", epoch)
         if epoch:
             assert _loaded("best", "a", "b") == [epoch - 1] * 2
@@ -254,8 +254,8 @@ def test_a_checkpoint_that_is_saved_anew_never_has_old_and_new_files(
 def test_a_file_of_an_older_tag_adds_to_it(memory_root: Path, url: Path) -> None:
     _init(memory_root, url)
     for step in (1, 2):
-        dcp_mem.integrations.nebula.Checkpoint(f"step-{step}").save("model", step)
-    dcp_mem.integrations.nebula.Checkpoint("step-1").save("optimizer", 3)
+        nebula.Checkpoint(f"step-{step}").save("model", step)
+    nebula.Checkpoint("step-1").save("optimizer", 3)
     assert _loaded("step-1", "model", "optimizer") == [1, 3]
 
 
@@ -263,12 +263,12 @@ def test_a_further_file_of_a_checkpoint_that_has_left_memory_is_refused(
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url, num_of_version_in_retention=1)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1", 2)
+    checkpoint = nebula.Checkpoint("step-1", 2)
     checkpoint.save("a", 1)
     checkpoint.save("b", 2)
-    assert dcp_mem.integrations.nebula.flush_persistence()
+    assert nebula.flush_persistence()
     for step in (2, 3):
-        dcp_mem.integrations.nebula.Checkpoint(f"step-{step}").save("a", step)
+        nebula.Checkpoint(f"step-{step}").save("a", step)
     wait_until(lambda: not (memory_root / run.current().settings.job / "step-1").exists())
     with pytest.raises(DcpMemError, match="has left this node's memory"):
         checkpoint.save("c", 3)
@@ -277,10 +277,10 @@ def test_a_further_file_of_a_checkpoint_that_has_left_memory_is_refused(
 
 def test_a_commit_ends_the_count_of_files(memory_root: Path, url: Path) -> None:
     _init(memory_root, url)
-    early = dcp_mem.integrations.nebula.Checkpoint("best", 3)
+    early = nebula.Checkpoint("best", 3)
     early.save("a", 0)
     assert early.commit()
-    again = dcp_mem.integrations.nebula.Checkpoint("best", 3)
+    again = nebula.Checkpoint("best", 3)
     for name in ("a", "b"):
         again.save(name, 1)
         assert _loaded("best", "a") == [0]
@@ -293,12 +293,12 @@ def test_a_commit_ends_the_count_of_files(memory_root: Path, url: Path) -> None:
 
 def test_a_checkpoint_that_does_not_exist_loads_nothing(memory_root: Path, url: Path) -> None:
     _init(memory_root, url)
-    dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)
+    nebula.Checkpoint("step-1").save("model", 1)
     for checkpoint, wanted in (
-        (dcp_mem.integrations.nebula.get_checkpoint("nope"), "nope"),
-        (dcp_mem.integrations.nebula.get_checkpoint(7), "7"),
-        (dcp_mem.integrations.nebula.Checkpoint(), "checkpoint without a tag"),
-        (dcp_mem.integrations.nebula.Checkpoint("nope"), "nope"),
+        (nebula.get_checkpoint("nope"), "nope"),
+        (nebula.get_checkpoint(7), "7"),
+        (nebula.Checkpoint(), "checkpoint without a tag"),
+        (nebula.Checkpoint("nope"), "nope"),
     ):
         with pytest.raises(CheckpointNotFound, match=f"no {wanted} in .*step-1"):
             checkpoint.load("model")
@@ -309,47 +309,46 @@ def test_a_checkpoint_that_does_not_exist_loads_nothing(memory_root: Path, url: 
 def test_a_tag_may_be_a_number(memory_root: Path, url: Path) -> None:
     _init(memory_root, url, num_of_version_in_retention=3)
     for step in (0, 10, 20):
-        dcp_mem.integrations.nebula.Checkpoint(step).save("model", step)
-    assert dcp_mem.integrations.nebula.get_checkpoint(10).load("model") == 10
-    assert dcp_mem.integrations.nebula.get_checkpoint(0).load("model") == 0
-    assert dcp_mem.integrations.nebula.get_checkpoint(None).load("model") == 20
-    assert dcp_mem.integrations.nebula.Checkpoint(None).tag == ""
+        nebula.Checkpoint(step).save("model", step)
+    assert nebula.get_checkpoint(10).load("model") == 10
+    assert nebula.get_checkpoint(0).load("model") == 0
+    assert nebula.get_checkpoint(None).load("model") == 20
+    assert nebula.Checkpoint(None).tag == ""
 
 
 def test_one_checkpoint_is_flushed_by_its_tag(memory_root: Path, url: Path) -> None:
     _init(memory_root, url, persistent_time_interval=3600, num_of_version_in_retention=4)
     for step in range(4):
-        dcp_mem.integrations.nebula.Checkpoint(step).save("model", step)
-    assert dcp_mem.integrations.nebula.flush_persistence(2)
+        nebula.Checkpoint(step).save("model", step)
+    assert nebula.flush_persistence(2)
     assert (url / "2" / ".metadata").exists()
     # The first save is due by the interval, and needn't be flushed first.
     wait_until((url / "0" / ".metadata").exists, "the first save to be flushed")
     assert committed_in(url) == {"0", "2"}
-    assert dcp_mem.integrations.nebula.flush_persistence("0")
-    assert not dcp_mem.integrations.nebula.flush_persistence("nope")
+    assert nebula.flush_persistence("0")
+    assert not nebula.flush_persistence("nope")
 
 
 def test_a_rejected_checkpoint_is_loaded_by_its_tag_alone(memory_root: Path, url: Path) -> None:
     _init(memory_root, url)
     for number in (1, 2):
-        dcp_mem.integrations.nebula.Checkpoint(number).save("model", _tensors(number))
-    assert dcp_mem.integrations.nebula.flush_persistence()
-    with pytest.raises(SystemExit, match="0"):
-        command(["reject", str(url), "2", "--why", "nan", "--memory-root", str(memory_root)])
-    assert dcp_mem.integrations.nebula.get_latest_checkpoint().tag == "1"
-    assert _equal(dcp_mem.integrations.nebula.get_checkpoint(2).load("model"), _tensors(2))
+        nebula.Checkpoint(number).save("model", _tensors(number))
+    assert nebula.flush_persistence()
+    reject(Job(str(url), str(memory_root), name=None), "2")
+    assert nebula.get_latest_checkpoint().tag == "1"
+    assert _equal(nebula.get_checkpoint(2).load("model"), _tensors(2))
 
 
 def test_a_run_that_is_shut_down_has_flushed_and_another_may_follow(
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url)
-    dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)
-    path = dcp_mem.integrations.nebula.get_latest_checkpoint_path("model")
-    dcp_mem.integrations.nebula._shutdown()
+    nebula.Checkpoint("step-1").save("model", 1)
+    path = nebula.get_latest_checkpoint_path("model")
+    nebula._shutdown()
     assert (url / "step-1" / ".metadata").exists()
     assert not os.path.exists(path)
-    dcp_mem.integrations.nebula._shutdown()
+    nebula._shutdown()
     _init(memory_root, url)
     assert _loaded("step-1", "model") == [1]
 
@@ -358,18 +357,18 @@ def test_the_path_of_the_newest_checkpoint_is_one_of_a_file_until_there_is_a_new
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url)
-    assert dcp_mem.integrations.nebula.get_latest_checkpoint_path("model") == ""
-    dcp_mem.integrations.nebula.Checkpoint("step-1").save("../model", _tensors(1))
-    first = dcp_mem.integrations.nebula.get_latest_checkpoint_path("../model")
+    assert nebula.get_latest_checkpoint_path("model") == ""
+    nebula.Checkpoint("step-1").save("../model", _tensors(1))
+    first = nebula.get_latest_checkpoint_path("../model")
     assert _equal(torch.load(first), _tensors(1))
-    assert dcp_mem.integrations.nebula.get_latest_checkpoint_path("../model") == first
+    assert nebula.get_latest_checkpoint_path("../model") == first
     with pytest.raises(ConfigError, match="has no 'model'"):
-        dcp_mem.integrations.nebula.get_latest_checkpoint_path("model")
+        nebula.get_latest_checkpoint_path("model")
     # Another process has the same file, and leaves it to this one.
     assert forked(_path_of_newest, memory_root, url, "../model") == first
     assert os.path.exists(first)
-    dcp_mem.integrations.nebula.Checkpoint("step-2").save("model", _tensors(2))
-    second = dcp_mem.integrations.nebula.get_latest_checkpoint_path("model")
+    nebula.Checkpoint("step-2").save("model", _tensors(2))
+    second = nebula.get_latest_checkpoint_path("model")
     assert _equal(torch.load(second), _tensors(2))
     assert not os.path.exists(first)
 
@@ -379,7 +378,7 @@ def test_files_of_a_process_that_was_killed_are_removed_by_the_next_one(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     _init(memory_root, url)
-    dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)
+    nebula.Checkpoint("step-1").save("model", 1)
     killed_ranks(
         _path_of_newest,
         None,
@@ -389,15 +388,15 @@ def test_files_of_a_process_that_was_killed_are_removed_by_the_next_one(
         str(tmp_path),
     )
     assert len(list(tmp_path.glob("*-files/*"))) == 1
-    dcp_mem.integrations.nebula.Checkpoint("step-2").save("model", 2)
-    assert dcp_mem.integrations.nebula.get_latest_checkpoint_path("model")
+    nebula.Checkpoint("step-2").save("model", 2)
+    assert nebula.get_latest_checkpoint_path("model")
     assert len(list(tmp_path.glob("*-files/*"))) == 1
 
 
 def _path_of_newest(root: Path, url: Path, name: str, dies_with_files_in: str = "") -> str:
     _init(root, url)
     tempfile.tempdir = dies_with_files_in or tempfile.tempdir
-    path = dcp_mem.integrations.nebula.get_latest_checkpoint_path(name)
+    path = nebula.get_latest_checkpoint_path(name)
     if dies_with_files_in:
         os.kill(os.getpid(), signal.SIGKILL)
     return path
@@ -408,25 +407,25 @@ def test_memory_keeps_as_many_as_are_to_be_retained_and_storage_gets_one_now_and
 ) -> None:
     _init(memory_root, url, num_of_version_in_retention=2, persistent_time_interval=3600)
     for step in range(5):
-        dcp_mem.integrations.nebula.Checkpoint(f"step-{step}").save("model", step)
+        nebula.Checkpoint(f"step-{step}").save("model", step)
         run.current().writer.wait("step-0")
-    assert {one["tag"]: one["tiers"] for one in dcp_mem.integrations.nebula.list_checkpoints()} == {
+    assert {one["tag"]: one["tiers"] for one in nebula.list_checkpoints()} == {
         "step-4": ["tier1"],
         "step-3": ["tier1"],
         "step-0": ["tier3"],
     }
-    assert dcp_mem.integrations.nebula.get_latest_checkpoint(url).tag == "step-4"
-    path = dcp_mem.integrations.nebula.get_latest_checkpoint_path("model", url)
+    assert nebula.get_latest_checkpoint(url).tag == "step-4"
+    path = nebula.get_latest_checkpoint_path("model", url)
     assert path.endswith("/step-4/model")
     assert torch.load(path) == 4
-    assert dcp_mem.integrations.nebula.flush_persistence()
+    assert nebula.flush_persistence()
     assert (url / "step-4" / ".metadata").exists()
 
 
 def test_a_tag_is_made_where_none_is_given(memory_root: Path, url: Path) -> None:
     _init(memory_root, url)
     for number in range(2):
-        checkpoint = dcp_mem.integrations.nebula.Checkpoint()
+        checkpoint = nebula.Checkpoint()
         checkpoint.save("model", number)
         assert _tags()[0] == checkpoint.tag != ""
     assert len(_tags()) == 2
@@ -436,17 +435,17 @@ def test_damage_in_memory_is_passed_over_where_storage_has_the_file(
     memory_root: Path, url: Path
 ) -> None:
     _init(memory_root, url)
-    dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", _tensors(1))
-    assert dcp_mem.integrations.nebula.flush_persistence()
+    nebula.Checkpoint("step-1").save("model", _tensors(1))
+    assert nebula.flush_persistence()
     [segment] = (memory_root / run.current().settings.job / "step-1").glob("*.distcp")
     segment.unlink()
-    assert _equal(dcp_mem.integrations.nebula.get_checkpoint("step-1").load("model"), _tensors(1))
+    assert _equal(nebula.get_checkpoint("step-1").load("model"), _tensors(1))
     [stored] = (url / "step-1").glob("*.distcp")
     data = bytearray(stored.read_bytes())
     data[len(data) // 2] ^= 1
     stored.write_bytes(data)
     with pytest.raises((SegmentCorrupt, DcpMemError), match="CRC32C"):
-        dcp_mem.integrations.nebula.get_checkpoint("step-1").load("model")
+        nebula.get_checkpoint("step-1").load("model")
 
 
 @pytest.mark.parametrize(
@@ -459,14 +458,14 @@ def test_the_environment_says_what_arguments_do_not(
     monkeypatch.setenv("NEBULA_PERSISTENT_STORAGE_PATH", str(url))
     monkeypatch.setenv("NEBULA_PERSISTENT_TIME_INTERVAL", "7")
     monkeypatch.setenv("NEBULA_MEMORY_BUFFER_SIZE", buffer)
-    dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)
+    nebula.Checkpoint("step-1").save("model", 1)
     chosen = run.current().settings
     assert (chosen.url, chosen.persist.seconds, chosen.memory_limit) == (str(url), 7.0, limit)
 
 
 def test_without_init_nor_environment_one_is_told_what_to_do() -> None:
     with pytest.raises(ConfigError, match="call init"):
-        dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)
+        nebula.Checkpoint("step-1").save("model", 1)
 
 
 @pytest.mark.parametrize(
@@ -480,13 +479,13 @@ def test_without_init_nor_environment_one_is_told_what_to_do() -> None:
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
-        dcp_mem.integrations.nebula.init(tmp_path, **options)
+        nebula.init(tmp_path, **options)
 
 
 @pytest.mark.parametrize("count", [0, -3, "2"])
 def test_a_number_of_files_that_means_nothing_is_refused(count: Any) -> None:
     with pytest.raises(ConfigError, match="num_of_files"):
-        dcp_mem.integrations.nebula.Checkpoint("step-1", count)
+        nebula.Checkpoint("step-1", count)
 
 
 def test_other_checkpoints_of_the_job_are_listed_too_and_have_no_files_of_that_name(
@@ -498,13 +497,13 @@ def test_other_checkpoints_of_the_job_are_listed_too_and_have_no_files_of_that_n
         )
     _init(memory_root, url)
     assert _tags() == ["step-1"]
-    assert dcp_mem.integrations.nebula.get_latest_checkpoint().load("number") == 7
+    assert nebula.get_latest_checkpoint().load("number") == 7
     with pytest.raises(ConfigError, match="has no 'model'"):
-        dcp_mem.integrations.nebula.get_latest_checkpoint().load("model")
+        nebula.get_latest_checkpoint().load("model")
 
 
 def _imports_by_the_old_names(root: Path, url: Path) -> list[Any]:
-    dcp_mem.integrations.nebula.install()
+    nebula.install()
     import nebulaml  # type: ignore[import-not-found]
     import torch_nebula  # type: ignore[import-not-found]
 
@@ -524,7 +523,7 @@ def test_the_old_names_mean_this_package_once_it_is_installed_and_not_before(
 def test_another_package_of_the_old_name_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nebulaml", os)
     with pytest.raises(ConfigError, match="nebulaml has been imported already"):
-        dcp_mem.integrations.nebula.install()
+        nebula.install()
 
 
 # -- several ranks ---------------------------------------------------------------------------------
@@ -537,7 +536,7 @@ def _rank() -> int:
 def _commits_together(root: Path, url: Path) -> list[Any]:
     _init(root, url)
     for step in (1, 2):
-        checkpoint = dcp_mem.integrations.nebula.Checkpoint(f"step-{step}", -2)
+        checkpoint = nebula.Checkpoint(f"step-{step}", -2)
         if _rank() == 0:
             checkpoint.save("model", _tensors(step))
         checkpoint.save(f"optimizer-{_rank()}", _tensors(10 * step + _rank()))
@@ -546,7 +545,7 @@ def _commits_together(root: Path, url: Path) -> list[Any]:
         before = f"step-{step}" in _tags()
         torch.distributed.barrier()
         assert checkpoint.commit()
-    found = dcp_mem.integrations.nebula.get_latest_checkpoint()
+    found = nebula.get_latest_checkpoint()
     other = 1 - _rank()
     equal = [
         _equal(found.load("model"), _tensors(2)),
@@ -559,7 +558,7 @@ def test_ranks_commit_together_and_load_each_others_files(memory_root: Path, url
     for rank, found in enumerate(forked_ranks(_commits_together, 2, memory_root, url)):
         assert found == [False, "step-2", rank, True, True]
     _init(memory_root, url)
-    assert dcp_mem.integrations.nebula.get_latest_checkpoint().tag == "step-2"
+    assert nebula.get_latest_checkpoint().tag == "step-2"
 
 
 def test_a_rank_that_has_saved_no_file_of_a_name_is_told_whose_it_gets(
@@ -572,7 +571,7 @@ def test_a_rank_that_has_saved_no_file_of_a_name_is_told_whose_it_gets(
     _init(memory_root, url)
     for rank in (1, 5):
         monkeypatch.setenv("RANK", str(rank))
-        found = dcp_mem.integrations.nebula.get_latest_checkpoint()
+        found = nebula.get_latest_checkpoint()
         assert found.load("own") == (rank if rank < 2 else 0)
         assert _equal(found.load("model"), _tensors(2))
         assert ("none of them was rank 5" in caplog.text) == (rank == 5)
@@ -580,7 +579,7 @@ def test_a_rank_that_has_saved_no_file_of_a_name_is_told_whose_it_gets(
 
 def _one_never_commits(root: Path, url: Path) -> list[Any]:
     _init(root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1", -2)
+    checkpoint = nebula.Checkpoint("step-1", -2)
     checkpoint.save(f"part-{_rank()}", 1)
     committed = checkpoint.commit() if _rank() == 0 else None
     return [committed, _tags()]
@@ -596,13 +595,13 @@ def _counts_files_together(root: Path, url: Path) -> list[Any]:
     _init(root, url)
     rank = _rank()
     for step in range(3):
-        checkpoint = dcp_mem.integrations.nebula.Checkpoint(f"step-{step}", 3)
+        checkpoint = nebula.Checkpoint(f"step-{step}", 3)
         if rank == step % 2:  # two files of one rank, and one of the other
             checkpoint.save("more", step)
         checkpoint.save(f"part-{rank}", 10 * step + rank)
     torch.distributed.barrier()
     wait_until(lambda: _tags()[:1] == ["step-2"])
-    found = dcp_mem.integrations.nebula.get_latest_checkpoint()
+    found = nebula.get_latest_checkpoint()
     return [found.tag, found.load("part-0"), found.load("part-1"), found.load("more")]
 
 
@@ -612,13 +611,13 @@ def test_a_checkpoint_of_n_files_counts_those_of_all_ranks(memory_root: Path, ur
 
 def _each_file_counts(root: Path, url: Path) -> list[Any]:
     _init(root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("", -1)
+    checkpoint = nebula.Checkpoint("", -1)
     if _rank() == 1:
         checkpoint.save("late", 1)
-        seen = dcp_mem.integrations.nebula.get_latest_checkpoint().load("late")
+        seen = nebula.get_latest_checkpoint().load("late")
     torch.distributed.barrier()
     if _rank() == 0:
-        again = dcp_mem.integrations.nebula.Checkpoint(_tags()[0])
+        again = nebula.Checkpoint(_tags()[0])
         again.save("later", 2)
         seen = [again.load("late"), again.load("later")]
     torch.distributed.barrier()
@@ -631,7 +630,7 @@ def test_with_each_file_of_any_rank_there_is_a_checkpoint(memory_root: Path, url
 
 def _saves_where_one_has_no_room(root: Path, url: Path) -> list[Any]:
     _init(root, url, memory_limit="1MB", on_full="raise")
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1", -2)
+    checkpoint = nebula.Checkpoint("step-1", -2)
     error = (
         raised_by(lambda: checkpoint.save("model", torch.ones(1 << 20))) if _rank() == 1 else None
     )
@@ -645,8 +644,8 @@ def test_a_commit_that_finds_no_room_is_false_on_all_ranks(memory_root: Path, ur
 
 def _unset() -> str:
     os.environ |= {"WORLD_SIZE": "2", "RANK": "0"}
-    dcp_mem.integrations.nebula.init("/nowhere")
-    return str(raised_by(lambda: dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)))
+    nebula.init("/nowhere")
+    return str(raised_by(lambda: nebula.Checkpoint("step-1").save("model", 1)))
 
 
 def test_ranks_that_have_not_met_are_told_so() -> None:
@@ -657,12 +656,10 @@ def _inits_again(root: Path, url: Path) -> list[Any]:
     found = []
     for step in range(3):
         _init(root, url)  # as a script does that makes its engine anew
-        checkpoint = dcp_mem.integrations.nebula.Checkpoint(f"step-{step}", -2)
+        checkpoint = nebula.Checkpoint(f"step-{step}", -2)
         checkpoint.save(f"part-{_rank()}", step)
         assert checkpoint.commit()
-        found += [
-            dcp_mem.integrations.nebula.get_checkpoint(f"step-{max(step - 1, 0)}").load("part-0")
-        ]
+        found += [nebula.get_checkpoint(f"step-{max(step - 1, 0)}").load("part-0")]
     return found
 
 
@@ -674,7 +671,7 @@ def test_what_was_complete_before_another_init_stays_as_it_was(
 
 def _adds_and_commits_again(root: Path, url: Path) -> list[Any]:
     _init(root, url)
-    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-5", 2)
+    checkpoint = nebula.Checkpoint("step-5", 2)
     checkpoint.save(f"part-{_rank()}", _rank())
     torch.distributed.barrier()
     wait_until(lambda: _tags() == ["step-5"])
@@ -683,7 +680,7 @@ def _adds_and_commits_again(root: Path, url: Path) -> list[Any]:
         checkpoint.save("further", 2)
     torch.distributed.barrier()
     second = checkpoint.commit()
-    found = dcp_mem.integrations.nebula.get_checkpoint("step-5")
+    found = nebula.get_checkpoint("step-5")
     return [first, second, *(found.load(name) for name in ("part-0", "part-1", "further"))]
 
 
@@ -699,9 +696,9 @@ def test_commits_and_further_files_of_several_ranks_lose_nothing(
 
 def _saves_on_two_nodes(url: str, replicas: int) -> int:
     """Step 1 reaches storage; step 2 stays in memory, with copies if there are to be some."""
-    dcp_mem.integrations.nebula.init(url, 3600, replicas=replicas)
+    nebula.init(url, 3600, replicas=replicas)
     for step in (1, 2):
-        checkpoint = dcp_mem.integrations.nebula.Checkpoint(f"step-{step}", -2)
+        checkpoint = nebula.Checkpoint(f"step-{step}", -2)
         if _rank() == 0:
             checkpoint.save("model", _tensors(step))
         checkpoint.save(f"optimizer-{_rank()}", _tensors(10 * step + _rank()))
@@ -714,16 +711,16 @@ def _saves_on_two_nodes(url: str, replicas: int) -> int:
 
 
 def _loads_the_newest(url: str) -> list[Any]:
-    dcp_mem.integrations.nebula.init(url, 3600)
-    found = dcp_mem.integrations.nebula.get_latest_checkpoint()
+    nebula.init(url, 3600)
+    found = nebula.get_latest_checkpoint()
     step = int(found.tag[-1])
     equal = [_equal(found.load("model"), _tensors(step))]
     equal += [
         _equal(found.load(f"optimizer-{rank}"), _tensors(10 * step + rank)) for rank in range(2)
     ]
-    by_tag = dcp_mem.integrations.nebula.get_checkpoint(found.tag)
+    by_tag = nebula.get_checkpoint(found.tag)
     equal.append(_equal(by_tag.load("model"), _tensors(step)))
-    newest, files = dcp_mem.integrations.nebula.newest_files()
+    newest, files = nebula.newest_files()
     equal.append((newest, sorted(files)) == (found.tag, ["model", "optimizer-0", "optimizer-1"]))
     # a rank that has all it needs goes on to train, and answers the others meanwhile
     torch.distributed.barrier()
@@ -758,7 +755,7 @@ def test_with_a_node_lost_all_ranks_load_the_newest_that_is_whole(
 
 def _loads_over_channels_that_err(url: str, times: int) -> tuple[str, str]:
     """The newest checkpoint, and what loading its model raises if so many messages change."""
-    dcp_mem.integrations.nebula.init(url, 3600)
+    nebula.init(url, 3600)
     send, left = UsedChannel.send, [times]
 
     def send_badly(channel: Any, data: Any) -> Any:
@@ -769,7 +766,7 @@ def _loads_over_channels_that_err(url: str, times: int) -> tuple[str, str]:
         return send(channel, data)
 
     UsedChannel.send = send_badly  # type: ignore[method-assign, assignment]
-    found = dcp_mem.integrations.nebula.get_latest_checkpoint()
+    found = nebula.get_latest_checkpoint()
     error = raised_by(lambda: found.load("model"))
     torch.distributed.barrier()
     return found.tag, str(error or "")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-import dcp_mem.integrations.nebula
+from dcp_mem.integrations import nebula
 from tests.support.processes.forks import forked_ranks, killed_ranks
 
 _STEPS, _EACH, _KILLED_AFTER = 6, 2, 5
@@ -50,7 +50,7 @@ def _weights(model: nn.Module) -> list[float]:
 
 def _mnist(place: str, is_killed: bool) -> tuple[int, list[float]]:
     """A CNN on MNIST with no trainer: `init`, and `Checkpoint().save` for `torch.save`."""
-    dcp_mem.integrations.nebula.install()
+    nebula.install()
     import nebulaml as nm  # type: ignore[import-not-found]
 
     nm.init(persistent_storage_path=f"{place}/tier3/test3", persistent_time_interval=2)
@@ -86,7 +86,7 @@ def _nebula_section(place: str) -> dict[str, Any]:
 
 def _prepared_deepspeed() -> Any:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ.get("RANK", "0")}
-    dcp_mem.integrations.nebula.install()
+    nebula.install()
     import deepspeed
 
     # It would be compiled, for minutes; gloo alone does as well.
@@ -179,7 +179,15 @@ def _bert(place: str, is_killed: bool) -> tuple[int, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("job", "ranks"), [(_mnist, 1), (_cifar, 2), (_bert, 1)])
+@pytest.mark.parametrize(
+    ("job", "ranks"),
+    [
+        (_mnist, 1),
+        # DeepSpeed trains with this section in test_deepspeed.py, the Trainer in its own tests.
+        pytest.param(_cifar, 2, marks=pytest.mark.variant),
+        pytest.param(_bert, 1, marks=pytest.mark.variant),
+    ],
+)
 def test_a_sample_job_goes_on_where_it_was_killed(
     memory_root: Path, tmp_path: Path, job: Callable[[str, bool], Any], ranks: int
 ) -> None:

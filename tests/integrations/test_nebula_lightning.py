@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-import dcp_mem.integrations.nebula
 from dcp_mem import CheckpointNotFound, ConfigError
+from dcp_mem.integrations import nebula
 from dcp_mem.integrations.nebula import run
 from tests.support.checkpoints.jobs import committed_in
 from tests.support.processes.forks import forked, killed_ranks, raised_by
@@ -51,7 +51,7 @@ def _fit(
     """The path that it went on from, and the weights at the end."""
     from lightning.pytorch import Trainer
 
-    dcp_mem.integrations.nebula.install()
+    nebula.install()
     import nebulaml  # type: ignore[import-not-found]
 
     options: dict[str, Any] = {"enable_checkpointing": False}
@@ -109,10 +109,8 @@ def test_a_lightning_training_that_was_killed_goes_on_from_nebulas_memory(
 
 def _saves_loads_and_removes(place: str) -> list[Any]:
     root = Path(place)
-    dcp_mem.integrations.nebula.init(
-        root / "storage", persistent_time_interval=3600, num_of_version_in_retention=5
-    )
-    plugin = dcp_mem.integrations.nebula.NebulaCheckpointIO()
+    nebula.init(root / "storage", persistent_time_interval=3600, num_of_version_in_retention=5)
+    plugin = nebula.NebulaCheckpointIO()
     for number in range(3):
         plugin.save_checkpoint({"number": number}, root / "names" / f"n={number}.ckpt")
     plugin.save_checkpoint({"number": 3}, root / "n=3.ckpt", {"is_best": True})
@@ -120,12 +118,8 @@ def _saves_loads_and_removes(place: str) -> list[Any]:
     run.current().writer.wait("n=3.ckpt")
     found = [
         plugin.load_checkpoint(root / "anywhere" / "n=2.ckpt"),
-        plugin.load_checkpoint(
-            dcp_mem.integrations.nebula.get_latest_checkpoint_path("checkpoint")
-        ),
-        dcp_mem.integrations.nebula.get_checkpoint("n=4.ckpt", root / "elsewhere").load(
-            "checkpoint"
-        ),
+        plugin.load_checkpoint(nebula.get_latest_checkpoint_path("checkpoint")),
+        nebula.get_checkpoint("n=4.ckpt", root / "elsewhere").load("checkpoint"),
     ]
     plugin.remove_checkpoint(root / "n=3.ckpt")
     plugin.teardown()
@@ -148,8 +142,8 @@ def test_the_plugin_saves_loads_and_removes(memory_root: Path, tmp_path: Path) -
 def _removes_what_is_durable(place: str) -> list[set[str]]:
     """The checkpoints on storage after the removal, and at the end of training."""
     storage = Path(place, "storage")
-    dcp_mem.integrations.nebula.init(storage, persistent_time_interval=3600)
-    plugin = dcp_mem.integrations.nebula.NebulaCheckpointIO()
+    nebula.init(storage, persistent_time_interval=3600)
+    plugin = nebula.NebulaCheckpointIO()
     plugin.save_checkpoint({"number": 0}, "n=0.ckpt", {"is_best": True})
     run.current().writer.wait("n=0.ckpt")
     plugin.save_checkpoint({"number": 1}, "n=1.ckpt")
@@ -172,8 +166,8 @@ def test_the_newest_on_storage_stays_until_storage_has_its_successor(
 
 def _removes_what_is_being_flushed() -> list[str]:
     gate = gated.install()
-    dcp_mem.integrations.nebula.init("gated://bucket/run", 0, agent="thread")
-    plugin = dcp_mem.integrations.nebula.NebulaCheckpointIO()
+    nebula.init("gated://bucket/run", 0, agent="thread")
+    plugin = nebula.NebulaCheckpointIO()
     gate.close()
     plugin.save_checkpoint({"number": 0}, "n=0.ckpt")
     gate.wait_for_arrival()
@@ -194,8 +188,8 @@ def test_what_is_removed_while_it_is_flushed_is_gone_in_the_end(memory_root: Pat
 
 def _tries_again(place: str) -> set[str]:
     storage = Path(place, "storage")
-    dcp_mem.integrations.nebula.init(storage, persistent_time_interval=3600)
-    plugin = dcp_mem.integrations.nebula.NebulaCheckpointIO()
+    nebula.init(storage, persistent_time_interval=3600)
+    plugin = nebula.NebulaCheckpointIO()
     try:
         raise ValueError("of the first attempt")
     except ValueError:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import dcp_mem.integrations.nebula
+from dcp_mem.integrations import nebula
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forked
 
@@ -16,7 +16,7 @@ _STEPS = 4
 
 
 def _nebula(name: str) -> Any:
-    dcp_mem.integrations.nebula.install()
+    nebula.install()
     return importlib.import_module(name)
 
 
@@ -230,9 +230,15 @@ def _steps_taken(pl: Any, nm: Any, path: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize(
-    "scripts", [[_with_callback], [_by_hand, _elsewhere]], ids=["callback", "by hand"]
+    ("package", "scripts"),
+    [
+        pytest.param("lightning.pytorch", [_with_callback], marks=pytest.mark.variant),
+        ("lightning.pytorch", [_by_hand, _elsewhere]),
+        ("pytorch_lightning", [_with_callback]),
+        pytest.param("pytorch_lightning", [_by_hand, _elsewhere], marks=pytest.mark.variant),
+    ],
+    ids=["lightning, callback", "lightning, by hand", "old name, callback", "old name, by hand"],
 )
 def test_a_script_for_lightning(
     memory_root: Path, tmp_path: Path, package: str, scripts: list[Any]

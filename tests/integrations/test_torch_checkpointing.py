@@ -1,9 +1,11 @@
 """torch_checkpointing on dcp_mem's storage: killed in the middle of a save, and started again."""
 
+import mmap
 import os
 import shutil
 import subprocess
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,14 +20,9 @@ from dcp_mem import (
     SegmentCorrupt,
     StorageUnavailable,
 )
-from dcp_mem.cli.main import main as command
-from dcp_mem.format import names
-from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
-from dcp_mem.saving.streams import NothingNew
-from dcp_mem.storage import StoredFiles
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job, committed_in
+from tests.support.command import command, reject
 from tests.support.docs import blocks
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.processes.launch import ends, run_torchrun
@@ -43,8 +40,8 @@ from dcp_mem.integrations.torch_checkpointing import (
     MemoryStorage,
     MemoryStorageConfig,
     in_memory,
-    reading,
 )
+from dcp_mem.integrations.torch_checkpointing import storage as storing
 
 _SECONDS = 120
 _IN_THE_THIRD_SAVE = {"DCP_MEM_FAULTS": "stage.copied:kill:3"}
@@ -64,9 +61,13 @@ def _places(job: Job, **options: Any) -> dict[str, Any]:
     return in_memory(job.url, memory_root=job.memory, job=job.name, agent="thread", **options)
 
 
-def _storage(job: Job) -> MemoryStorage:
+def _config(job: Job) -> MemoryStorageConfig:
     options = {"memory_root": job.memory, "job": job.name, "agent": "thread"}
-    return MemoryStorageConfig(job.url, options).create_storage()
+    return MemoryStorageConfig(job.url, options)
+
+
+def _storage(job: Job) -> MemoryStorage:
+    return _config(job).create_storage()
 
 
 def _state(number: int) -> dict[str, Any]:
@@ -161,7 +162,8 @@ def _saves_and_flushes(job: Job) -> None:
     manager = _manager(job)
     for number in (1, 2):
         manager.save(f"step-{number}", _state(number))
-    manager._saver._writer._storage._writer.close()  # waits for storage
+    _config(job).flush(timeout=60)
+    manager.close()
 
 
 def _reads_what_is_damaged(job: Job) -> None:
@@ -191,10 +193,10 @@ def test_what_is_damaged_in_memory_is_read_from_storage_or_refused(job: Job) -> 
 
 
 def _reads_while_storage_is_silent(job: Job) -> None:
-    def committed_under(storage: StoredFiles, name: str) -> NoReturn:
+    def committed_under(storage: Any, name: str) -> NoReturn:
         raise StorageUnavailable(storage.url, "an outage")
 
-    reading.committed_under = committed_under  # type: ignore[attr-defined]
+    storing.committed_under = committed_under  # type: ignore[attr-defined]
     assert _loads_all(job) == [1, 2]
     missing = raised_by(lambda: _storage(job).read(Path("step-3/model_0.pt")))
     assert isinstance(missing, StorageUnavailable), repr(missing)
@@ -205,47 +207,41 @@ def test_what_memory_has_is_read_while_storage_is_silent(job: Job) -> None:
     forked(_reads_while_storage_is_silent, job)
 
 
-def test_a_whole_file_is_read_and_checked_once() -> None:
-    read: list[tuple[int, int]] = []
-    file = reading.FileOfCheckpoint([lambda start, into: read.append((start, len(into)))], 100_000)
-    assert len(file.read(10)) == 10
-    assert len(file.read()) == 99_990
-    assert file.read() == b""
-    assert read == [(0, 10), (10, 99_990)]
+_LONG = 160 << 20
+_AT_ONCE = ReadArgs(pre_read_full_file=False)
 
 
-def test_a_long_read_from_storage_takes_little_memory_beside_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fetched: list[int] = []
-
-    class Fetcher:
-        def __init__(self, *arguments: Any, **options: Any) -> None: ...
-
-        def table(self, file: str) -> None: ...
-
-        def fetch(self, file: str, start: int, buffers: list[memoryview]) -> None:
-            fetched.append(len(buffers[0]))
-            buffers[0][:] = stored[start : start + len(buffers[0])]
-
-    monkeypatch.setattr(reading, "Fetcher", Fetcher)
-    monkeypatch.setattr(reading, "_AHEAD_BYTES", 100)
-    monkeypatch.setattr(reading, "_MOST_BYTES", 1000)
-    stored = bytes(number % 251 for number in range(5000))
-    source: Any = None
-    read = reading._Fetched(source, "step-1", reading.Place("segment", 500, 4000)).read
-    file = reading.FileOfCheckpoint([read], 4000)
-    assert file.read() == stored[500:4500]
-    assert fetched == [1000] * 4
+def _reads_a_long_file(job: Job) -> int:
+    storage = _storage(job)
+    storage.write(Path("step-1/long"), bytes(range(256)) * (_LONG >> 8))
+    storage.complete("step-1")
+    _config(job).flush(timeout=60)
+    storage.close()
+    shutil.rmtree(job.directory)
+    into = mmap.mmap(-1, _LONG)
+    tracemalloc.start()
+    with _storage(job).stream_read(Path("step-1/long"), _AT_ONCE) as stream:
+        assert stream.readinto(into) == _LONG
+    assert into[:256] == into[-256:] == bytes(range(256))
+    return tracemalloc.get_traced_memory()[1]
 
 
-def test_a_closed_file_is_not_read() -> None:
-    read: list[int] = []
-    file = reading.FileOfCheckpoint([lambda start, into: read.append(start)], 100)
+def test_a_long_read_from_storage_takes_little_memory_beside_its_own(job: Job) -> None:
+    assert forked(_reads_a_long_file, job) < _LONG // 2
+
+
+def _reads_a_closed_file(job: Job) -> list[str]:
+    storage = _storage(job)
+    storage.write(Path("step-1/a"), b"a")
+    storage.complete("step-1")
+    file = storage.stream_read(Path("step-1/a"), _AT_ONCE)
     file.close()
-    for use in (lambda: file.readinto(bytearray(1)), file.readall, lambda: file.seek(1)):
-        assert isinstance(raised_by(use), ValueError)
-    assert read == []
+    uses = (lambda: file.readinto(bytearray(1)), file.readall, lambda: file.seek(1))
+    return [type(raised_by(use)).__name__ for use in uses]
+
+
+def test_a_closed_file_is_not_read(memory_job: Job) -> None:
+    assert forked(_reads_a_closed_file, memory_job) == ["ValueError"] * 3
 
 
 def test_a_config_shows_no_options() -> None:
@@ -292,7 +288,8 @@ def _layouts(job: Job) -> None:
     assert storage.glob("step-1/big_*") == ["step-1/big_0.pt"]
     whole = storage.read(Path("step-1/big_0.pt"))
     assert storage.getsize(Path("step-1/big_0.pt")) == len(whole)
-    with storage.stream_read(Path("step-1/big_0.pt"), ReadArgs(pre_read_full_file=False)) as file:
+    with storage.stream_read(Path("step-1/big_0.pt"), _AT_ONCE) as file:
+        assert (file.read(10), file.read(), file.read()) == (whole[:10], whole[10:], b"")
         for start, count in ((5_000_001, 70_003), (3, 9), (len(whole) - 5, 10)):
             assert file.seek(start) == start
             assert file.read(count) == whole[start : start + count]
@@ -308,10 +305,9 @@ def test_layouts_directories_and_ranges(memory_job: Job) -> None:
 def _removes_what_is_read(job: Job) -> None:
     _saves_and_flushes(job)
     storage = _storage(job)
-    lease = open_leased(str(job.directory / "step-1" / names.manifest_file(names.COLLECTIVE)))
-    error = raised_by(lambda: storage.rmdir(Path("step-1")))
-    assert isinstance(error, CheckpointInUse), repr(error)
-    end_lease(lease)
+    with _storage(job).stream_read(Path("step-1/model_0.pt"), _AT_ONCE):
+        error = raised_by(lambda: storage.rmdir(Path("step-1")))
+        assert isinstance(error, CheckpointInUse), repr(error)
     assert committed_in(Path(str(job.url))) == {"step-1", "step-2"}
     assert storage.ls(Path(".")) == ["step-2", "step-1"]
     storage.rmdir(Path("step-1"))
@@ -325,8 +321,7 @@ def test_what_is_read_from_memory_is_not_removed_from_storage_either(job: Job) -
 
 def _reads_a_rejected_one(job: Job) -> None:
     storage = _storage(job)
-    assert reject_in_memory(storage._settings, "step-2", "nan")
-    assert reject_on_storage(storage._settings, "step-2", "nan")
+    reject(job, "step-2")
     for is_on_storage_alone in (False, True):
         if is_on_storage_alone:
             shutil.rmtree(job.directory)
@@ -384,7 +379,7 @@ def _saves_after_a_failure(job: Job) -> None:
     assert [*storage._pending] == ["tmp_step-2"]
     storage.complete("step-2")
     storage.write(Path("tmp_step-3/a"), b"left")
-    assert isinstance(raised_by(lambda: storage.complete("step-4")), NothingNew)
+    assert raised_by(lambda: storage.complete("step-4")) is not None  # nothing was written for it
     assert not storage._pending
     assert storage.read(Path("step-2/a")) == b"new"
 
@@ -454,9 +449,8 @@ def test_what_cannot_work_is_refused_at_once(job: Job) -> None:
 
 def _exports(job: Job, target: Path) -> None:
     _saves_and_flushes(job)
-    with pytest.raises(SystemExit) as ended:
-        command(["export", str(job.url), "step-2", str(target), "--format", "files"])
-    assert not ended.value.code
+    exported = command("export", str(job.url), "step-2", str(target), "--format", "files")
+    assert exported.exit_code == 0, exported.output
     manager = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig()))
     assert _load(manager, str(target)) == 2
 

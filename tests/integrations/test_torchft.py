@@ -27,8 +27,6 @@ from dcp_mem import (
     UntrustedObject,
     WaitTimeout,
 )
-from dcp_mem.common import faults
-from dcp_mem.memory.checked_reads import CheckedReader
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.docs import blocks
 from tests.support.processes.forks import Forks, forking, raised_by
@@ -360,8 +358,7 @@ def test_arguments_that_cannot_work_are_refused(memory_root: Path, tmp_path: Pat
 # -- processes that die ----------------------------------------------------------------------------
 
 
-def _sends(memory_root: str, address: str, armed: str) -> None:
-    faults.arm(armed)
+def _sends(memory_root: str, address: str) -> None:
     transport: Transport = MemoryCheckpointTransport(memory_root=memory_root)
     transport.send_checkpoint([1], 1, _state(), _SECONDS)
     Path(address).with_suffix(".part").write_text(transport.metadata())
@@ -370,12 +367,10 @@ def _sends(memory_root: str, address: str, armed: str) -> None:
 
 
 @contextmanager
-def _sender(
-    memory_root: Path, tmp_path: Path, armed: str = ""
-) -> Iterator[tuple[Forks[None], str]]:
+def _sender(memory_root: Path, tmp_path: Path) -> Iterator[tuple[Forks[None], str]]:
     """A process that has sent a state, and what its transport is reached by."""
     address = tmp_path / "address"
-    with forking(_sends, None, str(memory_root), str(address), armed) as process:
+    with forking(_sends, None, str(memory_root), str(address)) as process:
         wait_until(address.exists, "the other process sends")
         yield process, address.read_text()
 
@@ -449,7 +444,7 @@ def test_a_file_that_is_open_is_read_though_the_sender_dies(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reader = CheckedReader
+    reader = pulling.CheckedReader  # type: ignore[attr-defined]
     with _sender(memory_root, tmp_path) as (process, metadata):
 
         def killing(*args: Any) -> Any:
@@ -461,10 +456,9 @@ def test_a_file_that_is_open_is_read_though_the_sender_dies(
     assert torch.equal(found["user"]["default"]["large"], _state()["user"]["default"]["large"])
 
 
-def _receives(memory_root: str, metadata: str, road: str, armed: str) -> None:
+def _receives(memory_root: str, metadata: str, road: str) -> None:
     if road == "channel":
         pulling._opened = lambda offer: None
-    faults.arm(armed)
     transport: Transport = MemoryCheckpointTransport(memory_root=memory_root)
     transport.recv_checkpoint(0, metadata, 1, _SECONDS)
 
@@ -474,8 +468,8 @@ def test_a_receiver_that_dies_holds_up_no_other_and_its_share_of_memory_is_given
 ) -> None:
     sender, state = made(), _state()
     sender.send_checkpoint([1, 2], 1, state, _SECONDS)  # the first process takes a while to start
-    armed = "torchft.pulling:kill:1"
-    with forking(_receives, None, str(memory_root), sender.metadata(), road, armed) as dying:
+    armed = {"DCP_MEM_FAULTS": "torchft.pulling:kill:1"}
+    with forking(_receives, None, str(memory_root), sender.metadata(), road, env=armed) as dying:
         wait_until(lambda: dying._processes[0].exitcode == -signal.SIGKILL, "it is killed")
         _assert_equal(made().recv_checkpoint(0, sender.metadata(), 1, _SECONDS), state)
     wait_until(lambda: not _slots(), "the memory is given back")
@@ -566,8 +560,11 @@ def test_the_docs_one_line_runs(memory_root: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("near", "is_async"),
-    [(True, True), (False, True), (True, False)],
-    ids=["file", "channel", "synchronous quorum"],
+    [
+        pytest.param(True, True, id="file", marks=pytest.mark.variant),
+        pytest.param(False, True, id="channel"),
+        pytest.param(True, False, id="synchronous quorum", marks=pytest.mark.variant),
+    ],
 )
 def test_a_replica_that_is_killed_heals_and_is_equal_to_the_survivor_to_the_bit(
     memory_root: Path, tmp_path: Path, near: bool, is_async: bool

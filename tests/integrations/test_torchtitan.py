@@ -4,18 +4,16 @@ import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 
-from dcp_mem import NoRecoverableCheckpoint, StorageUnavailable
-from dcp_mem.loading import survey
-from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
-from dcp_mem.storage import StoredFiles
+from dcp_mem import NoRecoverableCheckpoint
 from tests.support.checkpoints.jobs import Job, committed_in, save
 from tests.support.checkpoints.plans import logged
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
+from tests.support.command import reject
 from tests.support.processes.forks import forked, raised_by
 from tests.support.processes.launch import ends, run_torchrun
 
@@ -158,15 +156,9 @@ def _saved(folder: Path, memory: Path) -> list[list[float]]:
     return _weights(manager)
 
 
-def _reject(folder: Path, memory: Path) -> None:
-    settings = _manager(folder, memory).reader.settings
-    assert reject_in_memory(settings, "step-2", "nan")
-    assert reject_on_storage(settings, "step-2", "nan")
-
-
 def _loads_a_rejected_one_by_its_step_alone(folder: Path, memory: Path) -> None:
     saved = _saved(folder, memory)
-    _reject(folder, memory)
+    reject(Job(str(folder / "checkpoint"), str(memory), name=None), "step-2")
     for is_on_storage_alone in (False, True):
         if is_on_storage_alone:
             _forget(memory)
@@ -301,17 +293,15 @@ def _lose_a_segment(folder: Path, memory: Path) -> str:
 
 
 def _lose_storage(folder: Path, memory: Path) -> str:
-    def checkpoint_names(storage: StoredFiles) -> NoReturn:
-        raise StorageUnavailable(storage.url, "an outage")
-
     _saved(folder, memory)
     _forget(memory)
-    survey.checkpoint_names = checkpoint_names  # type: ignore[attr-defined]
-    return "an outage"
+    stored = folder / "checkpoint"
+    shutil.rmtree(stored)
+    stored.symlink_to(stored)
+    return "Too many levels of symbolic links"
 
 
 def _refuses_to_start_anew(root: Path, memory: Path) -> None:
-    # The last one cuts off storage for good.
     for lose in (_lose_the_manifest, _lose_a_segment, _lose_storage):
         folder = root / lose.__name__
         reason = lose(folder, memory)

@@ -1,5 +1,6 @@
 """`CheckpointManager`: a training loop's saves, restores, listings and deletions."""
 
+import json
 import logging
 import os
 import pickle
@@ -33,9 +34,7 @@ from dcp_mem import (
     keep_best,
     keep_last,
 )
-from dcp_mem.format.manifest import FlushRecord
-from dcp_mem.manager import removal
-from dcp_mem.memory.job import JobMemory
+from tests.support.checkpoints.hostile import json_file
 from tests.support.checkpoints.jobs import make_state, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import forked, forked_ranks, killed_ranks, raised_by
@@ -235,10 +234,11 @@ def test_what_failed_in_an_earlier_run_is_no_trouble_of_the_next_one(
         patch.setattr("dcp_mem.runtime.session.Session.wake_agent", lambda *_, **__: None)
         manager = _manager(memory_root, url, on_error="raise")
         assert manager.save(2, {"n": 2}).troubles == ()
-        memory = JobMemory(str(memory_root), "job")
-        (left,) = memory.find("step-1")  # its agent lives for a moment longer than its trainers
-        refused = FlushRecord(save_id=left.manifest.save_id, outcome="refused", error="taken")
-        memory.record_flush(left, refused)
+        # The first run's agent lives for a moment longer than its trainers.
+        (record,) = memory_root.glob("job/step-1/.dcp_mem/flush.json")
+        known = json.loads(record.read_text())["body"]
+        refused = json.dumps({**known, "outcome": "refused", "error": "taken"})
+        record.write_bytes(json_file("flush", refused))
         assert manager.save(3, {"n": 3}).troubles == ()
     manager.close(progress=False)
     assert {one.state for one in manager.list()} <= {State.DURABLE, State.SKIPPED}
@@ -346,17 +346,25 @@ def test_ranks_agree(memory_root: Path, url: Path) -> None:
     assert _number(state) == 5
 
 
+def _refuse(*_: Any, **__: Any) -> None:
+    raise PermissionError("not on this node")
+
+
 def _trouble_on_one(root: str, url: str) -> None:
-    manager = _manager(root, url, on_error="raise")
+    """Two ranks, each a node of its own."""
+    rank = dist.get_rank()
+    manager = _manager(Path(root, f"node{rank}"), url, on_error="raise")
     manager.save(1, make_state(1))
-    if dist.get_rank() == 1:
+    if rank == 1:
         manager._behind.troubles = lambda: ("step-1: no room",)  # type: ignore[method-assign]
     with pytest.raises(FlushFailed, match=r"no room \(rank 1\)"):
         manager.save(2, make_state(2))
-    if dist.get_rank() == 1:
-        removal._evict = lambda *_: 1 / 0  # type: ignore[assignment]
-    with pytest.raises(RankFailed, match="ZeroDivision"):
-        manager.delete(2)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "unlink", _refuse)
+        with pytest.raises(RankFailed, match="not on this node"):
+            manager.delete(2)
+    manager.delete(2)  # what was left on that node
     manager.close(progress=False)
 
 

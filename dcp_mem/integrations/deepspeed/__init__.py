@@ -9,9 +9,8 @@ docs/deepspeed.md.
 
 Read its modules in this order:
 
-    engine        the checkpoint engine
-    placeholders  small files by whose names DeepSpeed finds checkpoints
-    universal     loads on another number of data-parallel ranks
+    engine     the checkpoint engine
+    universal  the files of a directory: placeholders, and loads on another number of ranks
 """
 
 from __future__ import annotations

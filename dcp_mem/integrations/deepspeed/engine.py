@@ -15,13 +15,13 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from typing_extensions import Unpack
 
+from dcp_mem.comm import has_groups, is_first_of_node
 from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
 from dcp_mem.config import is_checkpoint_name
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.integrations import nebula
-from dcp_mem.integrations.deepspeed.placeholders import has_content, place
-from dcp_mem.integrations.deepspeed.universal import UniversalLoads
+from dcp_mem.integrations.deepspeed.universal import UniversalLoads, has_content, place
 from dcp_mem.integrations.nebula.completion import ON_COMMIT
 from dcp_mem.integrations.nebula.run import InitOptions, current, has_run
 from dcp_mem.options import DEFAULTS
@@ -183,13 +183,13 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             The tag; "" if there is no checkpoint, and nothing is done.
         """
         tag, files = nebula.newest_files()
-        if tag and int(os.environ.get("LOCAL_RANK") or 0) == 0:
+        if tag and is_first_of_node():
             short = tag.rpartition(_BEHIND_DIRECTORY)[2]
             shown = short if self.tag_of(os.fspath(load_dir), short) == tag else tag
             for name in files:
                 place(Path(load_dir) / shown / name)
             (Path(load_dir) / _LATEST).write_text(shown)
-        if dist.is_available() and dist.is_initialized():
+        if has_groups():
             dist.barrier()
         return tag
 

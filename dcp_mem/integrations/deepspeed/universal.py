@@ -29,13 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcp_mem.comm import is_first_of_node
 from dcp_mem.comm.agreement import on_all_ranks, on_rank_0
 from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations import nebula
-from dcp_mem.integrations.deepspeed.placeholders import has_content
 from dcp_mem.integrations.nebula.run import current
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -45,8 +45,35 @@ _CONVERTER = (
     "main(parse_arguments())"
 )
 _PIECE = 1 << 24
+_TEXT = (
+    "This file's content lies in node memory, or on storage, under {tag}: "
+    "load it by dcp_mem.integrations.deepspeed.\n"
+)
+_BEGINNING = _TEXT.partition("{")[0].encode()
+_LARGEST_BYTES = 4096
+"""No placeholder is larger, neither ours nor that of DeepSpeed's engine for Nebula."""
 _CONVERSION_SECONDS = 6 * 3600.0
 """How long the ranks wait for the one that converts."""
+
+
+def place(path: Path) -> None:
+    """Put a placeholder at a path; the last part of its directory is the checkpoint's tag."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_TEXT.format(tag=path.parent.name))
+
+
+def has_content(path: Path) -> bool:
+    """Return whether DeepSpeed has saved a file itself: it is there, and is no placeholder."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(_LARGEST_BYTES + 1)
+    if len(start) > _LARGEST_BYTES:
+        return True
+    if _BEGINNING.startswith(start[: len(_BEGINNING)]):  # also if its writer was killed
+        return False
+    # DeepSpeed's engine for Nebula saves an empty text in the place of the states.
+    return not isinstance(torch.load(path, map_location="cpu", weights_only=False), str)
 
 
 def saved_ranks(files: Sequence[str]) -> int:
@@ -143,7 +170,7 @@ class UniversalLoads:
         """Yield a directory that has the checkpoint in universal form, under DeepSpeed's tag."""
         settings = current().settings
         place = _place(settings, self._shared_dir)
-        is_maker = (dist.get_rank() if self._shared_dir else _local_rank()) == 0
+        is_maker = dist.get_rank() == 0 if self._shared_dir else is_first_of_node()
 
         def make() -> None:
             if is_maker:
@@ -199,10 +226,6 @@ class UniversalLoads:
 def _latest(load_dir: str) -> str | None:
     path = Path(load_dir, "latest")
     return path.read_text().strip() if path.is_file() else None
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def _place(settings: Settings, shared_dir: str | os.PathLike[str] | None) -> Path:

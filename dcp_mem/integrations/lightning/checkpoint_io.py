@@ -40,7 +40,7 @@ from dcp_mem.integrations.lightning.paths import (
     target_of,
 )
 from dcp_mem.integrations.removals import Ending, Removals
-from dcp_mem.operations.inventory import in_memory, job_memory
+from dcp_mem.operations.inventory import job_memory
 from dcp_mem.options import DEFAULTS, WriterOptions
 from dcp_mem.planning.whole_checkpoint import WholePlanner
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
@@ -201,8 +201,8 @@ class MemoryCheckpointIO(CheckpointIO):
         self._wait_for_flushes(name)
         self.writer.annotate_next_save(step=step, metrics=self._metrics)
         self._metrics = {}
-        functional.save_or_raise_cause(
-            state, checkpoint_id=name, storage_writer=self.writer, no_dist=no_dist
+        functional.raising_cause(
+            functional.save, state, checkpoint_id=name, storage_writer=self.writer, no_dist=no_dist
         )
         self._was_skipped = self.writer._saver.last_save is None
         if self._was_skipped:
@@ -248,7 +248,8 @@ class MemoryCheckpointIO(CheckpointIO):
             planner = None if state else WholePlanner(weights_only=restricted)
             # Without a name, an older checkpoint is loaded if this one turns out to be damaged.
             wanted = None if is_newest else name
-            functional.load_or_raise_cause(
+            functional.raising_cause(
+                functional.load,
                 state,
                 checkpoint_id=wanted,
                 storage_reader=reader,
@@ -334,14 +335,13 @@ class _TakenNames:
     """The names of this node's checkpoints and of those on storage, as Lightning knows them.
 
     A name is free once Lightning has removed its checkpoint, even if the removal is still under
-    way. Storage is listed once; what is saved or removed later is known here.
+    way. What was there before is looked up once; what is saved or removed later is known here.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._is_taken: dict[str, bool] = {}  # what this process has saved, or removed
-        self._in_memory = set[str]()  # when storage was listed
-        self._on_storage: set[str] | None = None
+        self._before: set[str] | None = None
 
     def add(self, name: str) -> None:
         """Note that a checkpoint of this name has been saved."""
@@ -352,24 +352,18 @@ class _TakenNames:
         self._is_taken[name] = False
 
     def __contains__(self, name: str) -> bool:
-        if not self._is_taken.get(name, True):
-            return False
-        if self._on_storage is None:
-            self._list()
-        if name in (self._on_storage or ()) and name not in self._is_taken:
-            return True
-        followed = name in self._is_taken or name in self._in_memory or self._on_storage is None
-        return any(
-            one.name == name and (one.in_memory or (followed and one.state is State.DURABLE))
-            for one in status(self._settings)
-        )
+        if name in self._is_taken:
+            return self._is_taken[name]
+        if self._before is None:
+            self._before = self._looked_up()
+        return name in self._before
 
-    def _list(self) -> None:
+    def _looked_up(self) -> set[str]:
         """List storage; if it doesn't answer, say so, and go by memory and its history."""
-        self._in_memory = {one.name for one in in_memory(self._settings)}
+        known = status(self._settings)
         try:
             storage = storage_of(self._settings, _RETRIES)
-            self._on_storage = set(checkpoint_names(storage) if storage is not None else ())
+            stored = set(checkpoint_names(storage) if storage is not None else ())
         except (DcpMemError, OSError) as error:
             log.warning(
                 "%s can't be listed, so a checkpoint there that this node has never saved is "
@@ -377,6 +371,8 @@ class _TakenNames:
                 self._settings.url,
                 error,
             )
+            stored = {one.name for one in known if one.state is State.DURABLE}
+        return stored | {one.name for one in known if one.in_memory}
 
 
 def _newest(reader: MemoryStorageReader) -> tuple[str, bool]:

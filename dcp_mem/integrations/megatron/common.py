@@ -116,7 +116,8 @@ class _AsSaved(LocalLoadPlanner):
 def load_common(reader: MemoryStorageReader, name: str) -> Common | None:
     """Load the common state of a checkpoint on all ranks; None if it has none."""
     found: dict[str, Any] = {COMMON: None, MEGATRONS_COMMON: None}
-    functional.load_or_raise_cause(
+    functional.raising_cause(
+        functional.load,
         found,
         checkpoint_id=name,
         storage_reader=reader,

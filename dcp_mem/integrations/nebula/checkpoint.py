@@ -10,8 +10,8 @@ from functools import partial
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 
+from dcp_mem.comm import has_groups, rank_in
 from dcp_mem.comm.agreement import on_rank_0
 from dcp_mem.common.log import log
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
@@ -22,9 +22,8 @@ from dcp_mem.integrations.nebula.local_files import local_file
 from dcp_mem.integrations.nebula.peers import Peers
 from dcp_mem.integrations.nebula.run import Run, current, join, run_for
 from dcp_mem.operations import inventory
-from dcp_mem.operations.contents import contents_of
 from dcp_mem.operations.flush import promote
-from dcp_mem.operations.streams import open_stream
+from dcp_mem.operations.streams import OpenStreams
 from dcp_mem.saving.streams import NothingNew, name_of_rank
 from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.routes import storage_of
@@ -183,17 +182,9 @@ class Checkpoint:
             tags = [one["tag"] for one in list_checkpoints(self._path)]
             wanted = self._wanted or "checkpoint without a tag"
             raise CheckpointNotFound(wanted, str(self._path or run.settings.url), tags, [])
-        chosen, picked = run.settings_for(self._path), [""]
-
-        def pick(files: Sequence[str]) -> str | None:
-            item = _pick(file_name(name), files)
-            picked[0] = item or ""
-            return item
-
-        with open_stream(
-            chosen, storage_of(chosen), found, pick, name, _peers(run, chosen)
-        ) as data:
-            yield picked[0], data
+        with _streams(run, run.settings_for(self._path), found) as streams:
+            item = _pick(file_name(name), sorted(streams.places)) or name
+            yield item, streams.whole(item)
 
     def _own_run(self) -> Run:
         if self._run is None:
@@ -301,22 +292,12 @@ def newest_files(preferred_tag: str = "") -> tuple[str, list[str]]:
     def find() -> tuple[str, list[str]]:
         found = _find(run, preferred_tag, None) if preferred_tag else None
         found = found or _find(run, "", None)
-        return ("", []) if found is None else (found.name, _files_of(run, found))
+        if found is None:
+            return "", []
+        with _streams(run, run.settings, found) as streams:
+            return found.name, sorted(streams.places)
 
     return on_rank_0(run.ranks(), "looking for the newest checkpoint", find)
-
-
-def _files_of(run: Run, found: CheckpointStatus) -> list[str]:
-    """Return a checkpoint's files, as this node, storage, or else another node knows them."""
-    try:
-        items = contents_of(run.settings, storage_of(run.settings), found).items
-        return [item.name for item in items]
-    except CheckpointNotFound:
-        peers = _peers(run, run.settings)
-        description = None if peers is None else peers.describe(found)
-        if description is None:
-            raise
-        return sorted({index.fqn for index in description.metadata.storage_data or {}})
 
 
 def flush_persistence(tag: object = "") -> bool:
@@ -383,20 +364,20 @@ def _in_memory(
     return [*own, *(one for one in surveyed.values() if one is not None)]
 
 
+def _streams(run: Run, chosen: Settings, found: CheckpointStatus) -> OpenStreams:
+    return OpenStreams(chosen, storage_of(chosen), found, _peers(run, chosen))
+
+
 def _peers(run: Run, chosen: Settings) -> Peers | None:
     """Return other nodes' memory of the run's job; None where there are no ranks to ask."""
-    if chosen is not run.settings or not (dist.is_available() and dist.is_initialized()):
+    if chosen is not run.settings or not has_groups():
         return None
     return run.completing.peers
 
 
 def _pick(name: str, files: Sequence[str]) -> str | None:
     """Return the file of that name: this rank's own, if several ranks saved one."""
-    rank = (
-        dist.get_rank()
-        if dist.is_available() and dist.is_initialized()
-        else int(os.environ.get("RANK") or 0)
-    )
+    rank = rank_in() if has_groups() else int(os.environ.get("RANK") or 0)
     of_ranks = sorted(
         (int(file.rpartition("@")[2]), file)
         for file in files

@@ -7,10 +7,9 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
-import torch.distributed as dist
 from typing_extensions import Unpack
 
-from dcp_mem.comm import Ranks, refuse_missing_group, world_size
+from dcp_mem.comm import Ranks, has_groups, refuse_missing_group, world_size
 from dcp_mem.comm.bridge.calls import direct_call
 from dcp_mem.common.arguments import takes
 from dcp_mem.config import Settings, parse_bytes, root_url
@@ -74,7 +73,7 @@ class Run:
 
     def join(self) -> None:
         """Take part from here on in completing other ranks' checkpoints, if there are any."""
-        if dist.is_available() and dist.is_initialized():
+        if has_groups():
             _ = self.completing
 
     def settings_for(self, persist_path: str | os.PathLike[str] | None) -> Settings:

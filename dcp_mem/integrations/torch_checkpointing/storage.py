@@ -8,39 +8,48 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import torch.distributed as dist
 from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX, CallbackArgs
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
+from typing_extensions import Unpack
 
-from dcp_mem.comm import world_size
+from dcp_mem.comm import refuse_missing_group, world_size
+from dcp_mem.common.arguments import takes
+from dcp_mem.common.log import log
+from dcp_mem.common.values import CheckpointStatus
 from dcp_mem.config import Settings, is_checkpoint_name
 from dcp_mem.errors import (
     CheckpointInUse,
     ConfigError,
     DcpMemError,
     FlushFailed,
-)
-from dcp_mem.integrations.torch_checkpointing.reading import (
-    FileOfCheckpoint,
-    LeasedFiles,
-    found,
+    StorageRefused,
+    StorageUnavailable,
 )
 from dcp_mem.operations import housekeeping, inventory
 from dcp_mem.operations.flush import flush_now
-from dcp_mem.options import settings
+from dcp_mem.operations.streams import OpenStreams, Stream
+from dcp_mem.options import DEFAULTS, WriterOptions, settings
 from dcp_mem.saving.streams import Streams
+from dcp_mem.storage import Storage as JobStorage
+from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.routes import storage_of
 from dcp_mem.writer import MemoryStorageWriter
 
+_count = itertools.count()
 _PLACES = ("memory_root", "job", "storage_options")
 
 
@@ -122,7 +131,8 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         self._writer: MemoryStorageWriter | None = None
         self._pending: dict[str, Streams] = {}
         self._writing = _OneFile()
-        self._opened: dict[str, LeasedFiles] = {}
+        self._opened: dict[str, OpenStreams] = {}
+        self._users: Counter[str] = Counter()
         self._opening = threading.RLock()
 
     # -- writing, in the order of torch_checkpointing's calls --------------------------------------
@@ -327,7 +337,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         with self._files(name) as files:
             return [] if files is None else list(files.places)
 
-    def _open(self, path: Path) -> FileOfCheckpoint:
+    def _open(self, path: Path) -> Stream:
         name, file = self._split(path)
         with ExitStack() as stack:
             files = stack.enter_context(self._files(name)) if name else None
@@ -338,7 +348,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
             return stream
 
     @contextmanager
-    def _files(self, name: str) -> Iterator[LeasedFiles | None]:
+    def _files(self, name: str) -> Iterator[OpenStreams | None]:
         """Yield a complete checkpoint's files. Who uses them at the same time shares them.
 
         They aren't kept: a lease would keep memory from being recycled.
@@ -347,20 +357,33 @@ class MemoryStorage(Storage):  # type: ignore[misc]
             files = self._opened.get(name)
             if files is None:
                 storage = storage_of(self._settings)
-                checkpoint = found(self._settings, storage, name)
+                checkpoint = _found(self._settings, storage, name)
                 if checkpoint is not None:
-                    files = self._opened[name] = LeasedFiles(self._settings, storage, checkpoint)
-            if files is not None:
-                files.users += 1
+                    files = self._opened[name] = OpenStreams(self._settings, storage, checkpoint)
+            self._users[name] += 1
         try:
             yield files
         finally:
-            if files is not None:
-                with self._opening:
-                    files.users -= 1
-                    if not files.users:
-                        del self._opened[name]
-                        files.close()
+            with self._opening:
+                self._users[name] -= 1
+                if not self._users[name]:
+                    del self._users[name]
+                    if files is not None:
+                        self._opened.pop(name).close()
+
+
+def _found(settings: Settings, storage: JobStorage | None, name: str) -> CheckpointStatus | None:
+    """Return the newest whole checkpoint of that name; None where there is none."""
+    local = [one for one in inventory.in_memory(settings) if one.name == name]
+    known = local
+    if storage is not None:
+        try:
+            known = inventory.merged(local, inventory.stored(committed_under(storage, name)))
+        except (StorageUnavailable, StorageRefused) as error:
+            if not any(map(inventory.counts, local)):
+                raise
+            log.warning("%s; reading %s from memory", error, name)
+    return next((one for one in known if inventory.counts(one)), None)
 
 
 def _has_below(known: list[str], directory: str) -> bool:
@@ -471,3 +494,73 @@ class _Writing(io.RawIOBase):
                 block.__exit__(kind, error, traceback)
         finally:
             self._storage._writing.release()
+
+
+# -- what the Config of a manager needs -----------------------------------------------------------
+
+
+@takes(WriterOptions, DEFAULTS)
+def in_memory(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    then: Callable[[CallbackArgs], None] | None = None,
+    **options: Unpack[WriterOptions],
+) -> dict[str, Any]:
+    """Return arguments for torch_checkpointing's `CheckpointManager.Config`.
+
+    Call it on all ranks, once for each manager, and after init_process_group.
+
+    Args:
+        path: The job's root on storage: a directory or an fsspec URL. None for memory alone.
+        then: Called, as `finalize_callback`, when a checkpoint is complete in memory.
+        **options: Further arguments of `MemoryStorageWriter`. Here `overwrite` is False by default,
+            as torch_checkpointing asks of a storage, and `on_slow_storage` is "all": each
+            checkpoint gets to storage.
+
+    Returns:
+        Storage, callback, and what connects the processes that write checkpoints.
+
+    Raises:
+        ConfigError: The options can't work, or the ranks' store can't be reached by others.
+    """
+    config = MemoryStorageConfig(
+        None if path is None else os.fspath(path),
+        {"overwrite": False, "on_slow_storage": "all", **options},
+        ranks=world_size(),
+    )
+    MemoryStorageWriter(config.path, **config.options)  # Bad options raise now.
+    return {
+        "storage_config": config,
+        "finalize_callback": complete if then is None else partial(_complete_then, then),
+        **_connected(),
+    }
+
+
+def _complete_then(then: Callable[[CallbackArgs], None], arguments: CallbackArgs) -> None:
+    complete(arguments)
+    then(arguments)
+
+
+def _connected() -> dict[str, Any]:
+    """Return what lets the ranks' writing processes form a group of their own."""
+    if world_size() == 1:
+        refuse_missing_group()
+        return {}
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise ConfigError(
+            "the processes that write checkpoints meet in the store at MASTER_ADDR and "
+            "MASTER_PORT: set both, as torchrun does"
+        )
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"dcp_mem/torch_checkpointing/{restart}.{next(_count)}"
+    place = (address, int(port), prefix, dist.get_rank(), dist.get_world_size())
+    return {"subprocess_init_fn": _join, "subprocess_init_args": place}
+
+
+def _join(address: str, port: int, prefix: str, rank: int, world_size: int) -> None:
+    """Form the group of the processes that write checkpoints, in one of them."""
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size
+    )

@@ -47,6 +47,12 @@ class Job:
         """The job's directory in memory."""
         return Path(self.memory, self.name or "")
 
+    @property
+    def arguments(self) -> list[str]:
+        """What the command line is told of the job, behind its root."""
+        named = [] if self.name is None else ["--job", self.name]
+        return ["--memory-root", self.memory, *named]
+
     def _places(self) -> dict[str, Any]:
         return {
             "memory_root": self.memory,
