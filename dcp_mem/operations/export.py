@@ -255,12 +255,7 @@ def export_torch(
 
 
 def export_safetensors(
-    settings: Settings,
-    checkpoint: CheckpointStatus,
-    target: str,
-    *,
-    prefix: str = "",
-    shard_nbytes: int = SHARD_NBYTES,
+    settings: Settings, checkpoint: CheckpointStatus, target: str, *, prefix: str = ""
 ) -> Exported:
     """Write a directory of safetensors files and their index for Hugging Face; tensors only. Only
     tensors whose names begin with the prefix are written; the names lose it. The index is last.
@@ -270,7 +265,7 @@ def export_safetensors(
     with open_reading(settings, checkpoint.name, checkpoint.save_id) as reading:
         tensors = _tensors_of(reading, checkpoint.name, prefix)
         sizes = {name: shape.nbytes for name, shape in tensors.items()}
-        shards = list(cut_into_shards(sizes, shard_nbytes))
+        shards = list(cut_into_shards(sizes, SHARD_NBYTES))
         os.makedirs(target, exist_ok=True)
         files, weight_map = [], dict[str, str]()
         for number, of_shard in enumerate(shards, 1):

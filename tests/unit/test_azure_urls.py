@@ -2,8 +2,7 @@
 
 import pytest
 
-from dcp_mem import ConfigError
-from dcp_mem.config import checkpoint_name, root_url
+from dcp_mem import ConfigError, MemoryStorageReader, MemoryStorageWriter
 
 _ABFS = "abfs://ckpts@mine.dfs.core.windows.net"
 
@@ -22,8 +21,12 @@ _ABFS = "abfs://ckpts@mine.dfs.core.windows.net"
 )
 def test_urls_of_azure_mean_their_container(given: str, expected: str) -> None:
     pytest.importorskip("adlfs")
-    assert root_url(given) == expected
-    assert checkpoint_name(expected, f"{given.rstrip('/')}/step-1") == "step-1"
+    writer = MemoryStorageWriter(given)
+    assert writer.settings.url == expected
+    writer.reset(f"{given.rstrip('/')}/step-1")
+    told = writer.storage_meta()
+    assert told is not None
+    assert told.checkpoint_id == "step-1"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ def test_urls_of_azure_mean_their_container(given: str, expected: str) -> None:
 )
 def test_urls_that_name_no_container_are_refused_with_the_form_that_does(given: str) -> None:
     with pytest.raises(ConfigError, match="give abfs://container/path, with storage_options"):
-        root_url(given)
+        MemoryStorageReader(given)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ def test_urls_that_name_no_container_are_refused_with_the_form_that_does(given: 
 )
 def test_a_datastores_url_is_refused_with_the_url_to_give(given: str, command: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        root_url(given)
+        MemoryStorageReader(given)
     assert command in str(caught.value)
     assert "'abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/runs/42' means" in str(caught.value)
 
@@ -62,5 +65,5 @@ def test_a_datastores_url_is_refused_with_the_url_to_give(given: str, command: s
 def test_a_url_with_a_signature_is_refused_without_showing_it() -> None:
     url = "https://mine.blob.core.windows.net/ckpts?sv=2024&sig=c2VjcmV0"
     with pytest.raises(ConfigError, match="storage_options=") as caught:
-        root_url(url)
+        MemoryStorageReader(url)
     assert "c2VjcmV0" not in str(caught.value)
