@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from dcp_mem.operations.inventory import list_checkpoints
+from dcp_mem.options import settings
 from tests.support.checkpoints.jobs import wait_until
-from tests.support.command import command
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.launch import run_torchrun
 
@@ -98,10 +99,9 @@ def test_the_last_save_of_a_training_that_fails_stays_in_memory(
         "tests.support.frameworks.megatron_end", root, memory_root, "fails", temporary=tmp_path
     )
     assert "as training does" in ended.stdout, ended.stdout[-8000:]
-    told = command("ls", str(root), "--memory-root", str(memory_root), "--json")
-    newest, first = json.loads(told.stdout)["checkpoints"]
-    assert (newest["name"], newest["persist"]) == ("iter_0000002", False)
-    assert (first["name"], first["state"], first["problem"]) == ("iter_0000001", "durable", "")
+    newest, first = list_checkpoints(settings(root, memory_root=memory_root))
+    assert (newest.name, newest.persist) == ("iter_0000002", False)
+    assert (first.name, first.is_durable) == ("iter_0000001", True)
 
 
 def _save_and_idle(saved: Path) -> None:

@@ -23,10 +23,10 @@ from dcp_mem import (
     SegmentCorrupt,
     every_n_saves,
 )
+from dcp_mem.cli.main import main as command
 from dcp_mem.integrations.nebula import run
 from tests.support.channels import PROBE_NBYTES, UsedChannel
 from tests.support.checkpoints.jobs import committed_in, wait_until
-from tests.support.command import command
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.forks import forked, forked_ranks, killed_ranks, raised_by
 
@@ -334,8 +334,8 @@ def test_a_rejected_checkpoint_is_loaded_by_its_tag_alone(memory_root: Path, url
     for number in (1, 2):
         dcp_mem.integrations.nebula.Checkpoint(number).save("model", _tensors(number))
     assert dcp_mem.integrations.nebula.flush_persistence()
-    result = command("reject", str(url), "2", "--why", "nan", "--memory-root", str(memory_root))
-    assert result.exit_code == 0, result.output
+    with pytest.raises(SystemExit, match="0"):
+        command(["reject", str(url), "2", "--why", "nan", "--memory-root", str(memory_root)])
     assert dcp_mem.integrations.nebula.get_latest_checkpoint().tag == "1"
     assert _equal(dcp_mem.integrations.nebula.get_checkpoint(2).load("model"), _tensors(2))
 

@@ -47,20 +47,6 @@ from tests.support.processes.launch import running_python
 from tests.support.storage.servers import StorageRoot
 
 _POSIX = "dcp_mem.storage.posix.PosixStorage"
-COMMANDS = (
-    "ls",
-    "show",
-    "verify",
-    "reject",
-    "rm",
-    "gc",
-    "watch",
-    "report",
-    "flush",
-    "doctor",
-    "export",
-    "follow",
-)
 
 
 @pytest.fixture
@@ -997,14 +983,6 @@ def test_safetensors_are_cut_into_files(
 
 
 # -- errors and help -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself_with_examples(command: str) -> None:
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert f"dcp-mem {command}" in result.stdout
-    assert "Examples:" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A training loop's annotations of a checkpoint: rank 0's count, and stay with the checkpoint."""
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_mem
 from dcp_mem import ConfigError, MemoryStorageWriter
+from dcp_mem.config import checked_metrics
+from dcp_mem.format.manifest import Manifest
 from tests.support.checkpoints.plans import SAVES
-from tests.support.command import command
 from tests.support.processes.forks import forked_ranks
 
 
@@ -50,9 +50,9 @@ def test_the_coordinators_word_stays_with_the_next_save_alone(
             ("step-1", 10, {"loss": 0.5}, True),
             ("step-2", None, {}, False),
         ]
-    answer = command("ls", url, "--memory-root", str(tmp_path / "elsewhere"), "--json")
-    stored = {one["name"]: one for one in json.loads(answer.stdout)["checkpoints"]}["step-1"]
-    assert (stored["step"], stored["metrics"]) == (10, {"loss": 0.5})
+    [stored] = Path(url, "step-1", ".dcp_mem").glob("manifest-*.json")
+    manifest = Manifest.from_json(stored.read_bytes())
+    assert (manifest.step, manifest.metrics) == (10, {"loss": 0.5})
 
 
 class _Subclass(torch.Tensor):
@@ -102,18 +102,13 @@ def test_figures_that_are_no_numbers_come_back_as_such(memory_root: Path) -> Non
     assert status.metrics["best"] == float("inf")
 
 
-def test_figures_may_be_losses_with_their_graph_and_arrays_of_one_element(
-    memory_root: Path,
-) -> None:
+def test_figures_may_be_losses_with_their_graph_and_arrays_of_one_element() -> None:
     loss = torch.ones(1, requires_grad=True).square().sum()
     given = {"loss": loss, "score": np.ones((1, 1)), "norm": np.float32(2), "lr": 3}
-    with MemoryStorageWriter(memory_root=memory_root, job="job") as writer:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # `float(loss)` warns once for each process.
-            writer.annotate_next_save(metrics=given)
-        dcp_mem.save({"w": torch.ones(1)}, checkpoint_id="a", storage_writer=writer)
-        found = writer.status()[0].metrics
-        assert found == {"loss": 1.0, "score": 1.0, "norm": 2.0, "lr": 3.0}
-        assert all(type(value) is float for value in found.values())
-        with pytest.raises(ConfigError, match="no number"):
-            writer.annotate_next_save(metrics={"loss": torch.ones(2)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # `float(loss)` warns once for each process.
+        found = checked_metrics(given)
+    assert found == {"loss": 1.0, "score": 1.0, "norm": 2.0, "lr": 3.0}
+    assert all(type(value) is float for value in found.values())
+    with pytest.raises(ConfigError, match="no number"):
+        checked_metrics({"loss": torch.ones(2)})

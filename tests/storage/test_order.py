@@ -1,7 +1,6 @@
 """The job's order on storage and in memory, where clocks differ, nodes are lost and runs begin."""
 
 import logging
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +10,13 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from dcp_mem import keep_last
-from tests.support.checkpoints.histories import written_history
+from dcp_mem import CheckpointStatus, keep_last
+from dcp_mem.common.values import HISTORIES
+from dcp_mem.format.history import from_csv
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.operations.history import read_history
+from dcp_mem.operations.inventory import list_checkpoints
+from dcp_mem.options import settings
 from tests.support.checkpoints.jobs import (
     Job,
     committed_in,
@@ -22,7 +26,6 @@ from tests.support.checkpoints.jobs import (
     save,
     wait_until,
 )
-from tests.support.command import Shell
 from tests.support.processes.forks import forked, forked_ranks
 
 HOUR = 3600.0
@@ -76,8 +79,8 @@ def _node(memory_root: Path, url: Path | str | None, number: int) -> Job:
     return Job(None if url is None else str(url), str(memory_root / f"node{number}"))
 
 
-def _listed(job: Job) -> list[str]:
-    return [one["name"] for one in Shell(job).listed()]
+def _listed(job: Job) -> list[CheckpointStatus]:
+    return list_checkpoints(settings(job.url, memory_root=job.memory, job=job.name))
 
 
 # -- a lost node whose clock was wrong -------------------------------------------------------------
@@ -91,7 +94,7 @@ def test_durable_steps_stay_where_the_lost_nodes_clock_was_wrong(
     forked(act, _node(memory_root, url, 0), Run(fast, (1, 2, 3), loads=False))
     assert forked(act, _node(memory_root, url, 1), Run(0.0, (4, 5, 6))) == (3, ())
     wait_until(lambda: committed_in(url) == {"step-5", "step-6"}, "retention")
-    assert _listed(_node(memory_root, url, 1))[:2] == ["step-6", "step-5"]
+    assert [one.name for one in _listed(_node(memory_root, url, 1))][:2] == ["step-6", "step-5"]
     assert forked(act, _node(memory_root, url, 2), Run(-HOUR, ())) == (6, ())
 
 
@@ -103,16 +106,15 @@ def test_the_history_follows_the_order_of_saves_where_a_clock_was_wrong(
     forked(act, _node(memory_root, url, 0), Run(fast, (1, 2, 3), loads=False))
     forked(act, _node(memory_root, url, 1), Run(0.0, (4, 5, 6), kept=(7,)))
     wait_until(lambda: committed_in(url) == {"step-5", "step-6"}, "retention")
-    rows = written_history(url)
-    assert [row["name"] for row in rows] == names[:6]
-    numbers = [(generation, count) for generation in "12" for count in "123"]
-    assert [(row["generation"], row["count"]) for row in rows] == numbers
+    rows = from_csv((url / ".dcp_mem" / HISTORIES).read_bytes())
+    assert [row.name for row in rows] == names[:6]
+    numbers = [(generation, count) for generation in (1, 2) for count in (1, 2, 3)]
+    assert [(row.generation, row.count) for row in rows] == numbers
     if fast == HOUR:
-        assert rows[2]["created"] > rows[3]["created"]
-    page = tmp_path / "report.html"
-    Shell(_node(memory_root, url, 1)).json("report", "-o", str(page))
-    found = re.findall('data-label="Name" class="name">(step-[0-9])<', page.read_text())
-    assert found == names[::-1]
+        assert rows[2].created > rows[3].created
+    job = _node(memory_root, url, 1)
+    history = read_history(settings(job.url, memory_root=job.memory, job=job.name))
+    assert [row.name for row in history.checkpoints] == names
 
 
 def test_the_newest_in_memory_is_loaded_before_it_is_durable(
@@ -180,12 +182,12 @@ def test_what_torch_has_put_comes_behind_what_was_there(job: Job) -> None:
         save(writer, 1)
         writer.wait("step-1", timeout=60)
     dcp.save(make_state(2), checkpoint_id=url / "by-torch")
-    assert _listed(job) == ["by-torch", "step-1"]
+    assert [one.name for one in _listed(job)] == ["by-torch", "step-1"]
     assert load_anew(job).number == 2
     with job.writer(agent="thread") as writer:
         save(writer, 3)
         writer.wait("step-3", timeout=60)
-    assert _listed(job) == ["step-3", "by-torch", "step-1"]
+    assert [one.name for one in _listed(job)] == ["step-3", "by-torch", "step-1"]
     assert load_anew(job).number == 3
 
 
@@ -207,7 +209,9 @@ def _save_on_nodes(root: str, url: str, lost: bool) -> list[tuple[int, int]]:
                 writer.wait(f"step-{number}", timeout=60)
                 writer.wait(f"step-{number}", "replicated", timeout=60)
                 dist.barrier()
-        return [(one.generation, one.count) for one in writer.status()]
+        memory = JobMemory(job.memory, job.name or "")
+        numbers = (one.manifest.number for one in memory.checkpoints())
+        return [(one.generation, one.count) for one in numbers]
 
 
 @pytest.mark.timeout(120)

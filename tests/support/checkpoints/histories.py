@@ -1,6 +1,5 @@
 """A job's past, as runs leave it: `checkpointHistories.csv` and `recoveries.jsonl`."""
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,3 @@ def write_past(
         stream.write(lines.removeprefix(head) if there else lines)
     with own.joinpath(RECOVERIES).open("ab") as stream:
         stream.write(to_lines(loads))
-
-
-def written_history(root: Path) -> list[dict[str, str]]:
-    """The rows of the history in a root, as a spreadsheet reads them."""
-    with Path(root, ".dcp_mem", HISTORIES).open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
