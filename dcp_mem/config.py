@@ -351,10 +351,9 @@ def job_name(job: str | None, url: str | None) -> str:
             or "job"
         )
         return f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
-    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
-        run = os.environ.get(variable, "")
-        if run and run != "none":
-            return "run-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", run)[:96]
+    _, run = _launchers_run()
+    if run:
+        return "run-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", run)[:96]
     raise ConfigError(
         "memory-only checkpoints (path=None) need a name that a restart finds again: give "
         "job='my-run'"
@@ -400,15 +399,23 @@ def is_checkpoint_name(text: str) -> bool:
     )
 
 
+def _launchers_run() -> tuple[str, str]:
+    """Return the variable that has the launcher's id of this run, and the id; "" for none."""
+    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        run = os.environ.get(variable, "")
+        if run and run != "none":
+            return variable, run
+    return "", ""
+
+
 def run_identity() -> str:
     """Return a text that all processes of one run have in common, and no other run's have.
 
     "" where the launcher sets none of the variables that it is made from.
     """
-    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
-        run = os.environ.get(variable, "")
-        if run and run != "none":
-            return f"{variable}={run}"
+    variable, run = _launchers_run()
+    if run:
+        return f"{variable}={run}"
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return f"MASTER={address}:{port}" if address and port else ""
 

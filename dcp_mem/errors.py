@@ -458,17 +458,12 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def gib(nbytes: int) -> str:
-    """Return a size as people read it.
-
-    `nbytes`: the size in bytes; GiB is the largest unit.
-    """
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
+def gib(nbytes: float) -> str:
+    """Return a size as people read it."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and units[1:]:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:,.1f} {units[0]}"
 
 
 def picklable(method: F) -> F:

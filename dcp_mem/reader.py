@@ -55,6 +55,7 @@ from dcp_mem.options import DEFAULTS, PlaceOptions, ReaderOptions, of_kind, sett
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
 from dcp_mem.policy.election import RecoveryPlan
+from dcp_mem.runtime import states
 from dcp_mem.saving.overlap import wait_for_copies
 from dcp_mem.storage.routes import open_storage
 
@@ -312,9 +313,11 @@ class MemoryStorageReader(StorageReader):
         self.close()
 
     def __repr__(self) -> str:
-        chosen = self.settings
-        loaded = "" if self._report is None else f", loaded {self._report.checkpoint_id}"
-        return f"<{type(self).__name__} {chosen.url or 'memory only'}, job {chosen.job}{loaded}>"
+        found, loaded = self._report, ""
+        if found is not None:
+            step = "" if found.step is None else f" (step {found.step})"
+            loaded = f", loaded {found.checkpoint_id}{step} from {found.source}"
+        return states.summary(self, self.settings, loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is open: another process opens its own."""

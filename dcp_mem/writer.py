@@ -6,7 +6,6 @@ import os
 import pickle
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar
@@ -383,10 +382,7 @@ class MemoryStorageWriter(StorageWriter):
         self.close(flush=kind is None, keep_slots=kind is not None)
 
     def __repr__(self) -> str:
-        newest, chosen = "", self.settings
-        with suppress(Exception):
-            newest = next((f", newest {one.name}" for one in self.status()), "")
-        return f"<{type(self).__name__} {chosen.url or 'memory only'}, job {chosen.job}{newest}>"
+        return states.summary(self, self.settings)
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dcp_mem.cli.parsing import Command, argument, at_home, key_values, option, repeating, words_of
+from dcp_mem.cli.parsing import argument, at_home, command, key_values, option, repeating, words_of
 from dcp_mem.config import transport_point
 
 _LS = """List a job's checkpoints in this node's memory and on storage, newest first.
@@ -229,20 +229,23 @@ def _check_export(given: Mapping[str, Any]) -> str:
     return ""
 
 
-COMMANDS = {
-    "ls": Command("List checkpoints, or the jobs in this node's memory.", _LS, needs="nothing"),
-    "show": Command(
+COMMANDS = [
+    command("ls", "List checkpoints, or the jobs in this node's memory.", _LS, needs="nothing"),
+    command(
+        "show",
         "Show what a checkpoint consists of.",
         _SHOW,
         _ID,
         option("--all is_all", "List everything, not only the first 40 of each kind."),
     ),
-    "verify": Command(
+    command(
+        "verify",
         "Read every byte of checkpoints and compare it with its checksums.",
         _VERIFY,
         argument("checkpoint_id", metavar="[ID]", required=False),
     ),
-    "reject": Command(
+    command(
+        "reject",
         "Mark a checkpoint as not to be resumed from, or take that back.",
         _REJECT,
         _ID,
@@ -250,7 +253,8 @@ COMMANDS = {
         option("--undo", "Take the mark back."),
         check=_check_reject,
     ),
-    "rm": Command(
+    command(
+        "rm",
         "Remove checkpoints from memory and storage.",
         _RM,
         argument("ids", metavar="ID...", nargs=-1, required=True),
@@ -260,7 +264,8 @@ COMMANDS = {
             "Also remove the newest durable checkpoint, and what is being read from storage.",
         ),
     ),
-    "gc": Command(
+    command(
+        "gc",
         "Free memory of dead jobs, and what interrupted saves have left on storage.",
         _GC,
         option("--yes", "Free it; without this, only list it."),
@@ -273,13 +278,15 @@ COMMANDS = {
         ),
         needs="nothing",
     ),
-    "watch": Command(
+    command(
+        "watch",
         "Follow a job's checkpoints in memory and on their way to storage.",
         _WATCH,
         *repeating("looks", shortest_seconds=0.1),
         needs="nothing",
     ),
-    "report": Command(
+    command(
+        "report",
         "Write an HTML page about a job's saves, flushes and recoveries.",
         _REPORT,
         option(
@@ -291,7 +298,8 @@ COMMANDS = {
         needs="job",
         check=_check_report,
     ),
-    "flush": Command(
+    command(
+        "flush",
         "Bring complete checkpoints in memory to storage, and wait for that.",
         _FLUSH,
         option("--all is_all", "Also flush what was saved to stay in memory."),
@@ -299,7 +307,8 @@ COMMANDS = {
         option("--timeout SECONDS", "Stop waiting then; the agent goes on.", type=float),
         check=_check_flush,
     ),
-    "doctor": Command(
+    command(
+        "doctor",
         "Check this machine and the storage for what training needs.",
         _DOCTOR,
         option("--peers is_of_peers", "Measure the network between nodes instead."),
@@ -309,7 +318,8 @@ COMMANDS = {
         needs="nothing",
         check=_check_doctor,
     ),
-    "export": Command(
+    command(
+        "export",
         "Write a checkpoint out for other programs.",
         _EXPORT,
         _ID,
@@ -337,7 +347,8 @@ COMMANDS = {
         ),
         check=_check_export,
     ),
-    "follow": Command(
+    command(
+        "follow",
         "Run a command for each new checkpoint of a training run.",
         _FOLLOW,
         option(
@@ -356,5 +367,5 @@ COMMANDS = {
         ),
         *repeating("checkpoints", shortest_seconds=0.05),
     ),
-}
+]
 """In the order of the help."""

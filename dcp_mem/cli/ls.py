@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions
-from dcp_mem.cli.screen import Screen, age, facts_of, problem, size, state
-from dcp_mem.common.values import MEMORY, CheckpointStatus, figures
+from dcp_mem.cli.screen import Screen, age, facts_of, fields_of, problem, size, state
+from dcp_mem.common.values import MEMORY, CheckpointStatus, counted, figures
 from dcp_mem.config import memory_root_path
 from dcp_mem.operations.inventory import (
-    Job,
     count_superseded,
     list_jobs,
     searched_places,
@@ -33,7 +32,7 @@ def run(common: CommonOptions) -> int:
     )
     _show(common.screen, found)
     if superseded:
-        what = "1 save was" if superseded == 1 else f"{superseded:,} saves were"
+        what = counted(superseded, "save was", "saves were")
         common.screen.line(f"{what} superseded by a newer one before the flush")
     if not found:
         common.screen.note(f"no checkpoints in {searched_places(settings)}")
@@ -49,7 +48,7 @@ def _list_jobs(screen: Screen, root: str) -> int:
     screen.answer(
         memory=root,
         jobs=[
-            {**_facts(job), "checkpoints": list(map(facts_of, job.checkpoints))} for job in found
+            {**fields_of(job), "checkpoints": list(map(facts_of, job.checkpoints))} for job in found
         ],
     )
     for number, job in enumerate(found):
@@ -62,10 +61,6 @@ def _list_jobs(screen: Screen, root: str) -> int:
     if not found:
         screen.note(f"no job has memory in {root}")
     return 0 if found else 1
-
-
-def _facts(job: Job) -> dict[str, object]:
-    return {"name": job.name, "is_live": job.is_live, "bytes": job.nbytes, "last_use": job.last_use}
 
 
 def _show(screen: Screen, checkpoints: Sequence[CheckpointStatus]) -> None:

@@ -12,7 +12,7 @@ import click
 
 from dcp_mem import __version__
 from dcp_mem.cli.commands import COMMANDS
-from dcp_mem.cli.parsing import Group
+from dcp_mem.cli.parsing import unknown_command
 from dcp_mem.errors import (
     ConfigError,
     DcpMemError,
@@ -26,8 +26,18 @@ _WRONG, _USAGE, _STORAGE = 1, 2, 3
 """Exit codes."""
 
 
-class Commands(Group):
-    """The group of all commands, and how they end."""
+class Commands(click.Group):
+    """The group of all commands, in the order of their table, and how they end."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands:
+            context.fail(unknown_command(args[0], list(self.commands)))
+        return super().resolve_command(context, args)
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> NoReturn:
         """Run a command, and end the process with its exit code."""
@@ -86,7 +96,7 @@ def _print_error(
 
 @click.group(
     cls=Commands,
-    table=COMMANDS,
+    commands=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="dcp-mem")

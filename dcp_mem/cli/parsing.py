@@ -22,45 +22,6 @@ STANDING = ("path", "name", "step")
 _IN_BRACES = re.compile(r"\{\{(\w+)\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
 
 
-class Command:
-    """A command of the tool; `dcp_mem.cli.<its name>` has the function `run` that does it.
-
-    `text` is its help, and after "Examples:" how it is used; `own` is what it takes besides the
-    options of all commands; `check` gets all by their names, and returns what is wrong with it.
-    """
-
-    def __init__(
-        self,
-        short: str,
-        text: str,
-        *own: click.Parameter,
-        needs: Literal["root", "job", "nothing"] = "root",
-        check: Callable[[Mapping[str, Any]], str] = lambda _: "",
-    ) -> None:
-        self.short, self.text, self.own, self.needs, self.check = short, text, own, needs, check
-
-
-class Group(click.Group):
-    """All commands, from a table."""
-
-    def __init__(self, table: Mapping[str, Command], **options: Any) -> None:
-        super().__init__(**options)
-        self._table = table
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(self._table)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        return _for_click(name, self._table[name]) if name in self._table else None
-
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self._table:
-            context.fail(_unknown(args[0], list(self._table)))
-        return super().resolve_command(context, args)
-
-
 def option(names: str, text: str, **facts: Any) -> click.Option:
     """Make an option of its names, that of its argument, and METAVAR; without that it is a flag."""
     *known, last = names.split()
@@ -158,31 +119,44 @@ _COMMON = (
 """The options of every command."""
 
 
-def _for_click(name: str, command: Command) -> click.Command:
+def command(
+    name: str,
+    short: str,
+    text: str,
+    *own: click.Parameter,
+    needs: Literal["root", "job", "nothing"] = "root",
+    check: Callable[[Mapping[str, Any]], str] = lambda _: "",
+) -> click.Command:
+    """Make a command of the tool; `dcp_mem.cli.<its name>` has the function `run` that does it.
+
+    `text` is its help, and after "Examples:" how it is used; `own` is what it takes besides the
+    options of all commands; `check` gets all by their names, and returns what is wrong with it.
+    """
+
     def run(**given: Any) -> Any:
         given["root"] = None if given["root"] == "-" else root_url(given["root"])
-        if command.needs != "nothing" and given["root"] is None and given["job"] is None:
+        if needs != "nothing" and given["root"] is None and given["job"] is None:
             raise ConfigError(
                 "say which job: give its ROOT on storage, or --job and nothing else for one that "
                 "is in memory only"
             )
-        if wrong := command.check(given):
+        if wrong := check(given):
             raise click.UsageError(wrong, click.get_current_context())
         # Only now: what commands do may take torch, which takes seconds.
         return importlib.import_module("dcp_mem.cli.options").run(name, **given)
 
-    first, _, examples = command.text.strip().partition("\n\nExamples:\n")
+    first, _, examples = text.strip().partition("\n\nExamples:\n")
     return click.Command(
         name,
-        params=[argument("root", required=command.needs == "root"), *command.own, *_COMMON],
+        params=[argument("root", required=needs == "root"), *own, *_COMMON],
         callback=run,
         help=first,
-        short_help=command.short,
+        short_help=short,
         epilog="\b\nExamples:\n" + examples,
     )
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
+def unknown_command(name: str, known: Sequence[str]) -> str:
     """Return what to say of a command that there isn't."""
     if "/" in name or "://" in name:
         return f"a command comes before ROOT: dcp-mem ls {name}"

@@ -9,11 +9,11 @@ from typing import Any
 
 from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions
 from dcp_mem.cli.screen import size
-from dcp_mem.common.values import shown
+from dcp_mem.common.values import counted, shown
 from dcp_mem.errors import ConfigError
 from dcp_mem.operations.history import History, Totals, read_history, totals
 from dcp_mem.operations.inventory import refuse_checkpoint_as_root, searched_places
-from dcp_mem.operations.report import counted, duration, render_page, troubles_of
+from dcp_mem.operations.report import duration, render_page, troubles_of
 
 _OF_RECOVERY = ("time", "name", "step", "seconds", "sources", "passed_over", "world_size")
 
@@ -57,10 +57,8 @@ def _write(output: str, text: bytes) -> str:
 
 
 def _summary(sums: Totals) -> str:
-    saves, recoveries = (
-        counted(sums.saves, "save", "saves"),
-        counted(sums.recoveries, "recovery", "recoveries"),
-    )
+    saves = counted(sums.saves, "save")
+    recoveries = counted(sums.recoveries, "recovery", "recoveries")
     text = f"{saves}, {sums.durable:,} durable, {recoveries}, {sums.failed:,} failed"
     return text + (
         f", training blocked for {duration(sums.blocked_seconds)}" if sums.blocked_seconds else ""

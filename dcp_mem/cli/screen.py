@@ -15,13 +15,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -82,29 +76,6 @@ class Screen:
         if not self.is_json:
             self._errors.print(Text(shown(text), "dim"), soft_wrap=True)
 
-    @contextmanager
-    def stage(self, what: str) -> Iterator[None]:
-        """Show on stderr what is under way, where that takes more than a moment: on a terminal with
-        the seconds meanwhile; elsewhere by a line once it has taken long.
-        """
-        if self.is_json:
-            yield
-            return
-        started = time.monotonic()
-        if self._errors.is_terminal:
-            columns = TextColumn("{task.description}"), TimeElapsedColumn()
-            with Progress(*columns, console=self._errors, transient=True) as progress:
-                progress.add_task(shown(what), total=None)
-                yield
-        else:
-            yield
-        self._note_time(what, started)
-
-    def _note_time(self, what: str, started: float) -> None:
-        seconds = time.monotonic() - started
-        if seconds >= _LONG_SECONDS:
-            self.note(f"{what} took {seconds:.0f} s")
-
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
         """Print rows below their headings, without the columns that are empty."""
         if not self.is_json and rows:
@@ -138,7 +109,9 @@ class Screen:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Bytes]:
-        """Show a bar of bytes on stderr, if that is a terminal."""
+        """Show on stderr what is under way: on a terminal with a bar of the bytes that move, if any
+        do; elsewhere by a line once it has taken long.
+        """
         progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -151,7 +124,8 @@ class Screen:
         started = time.monotonic()
         with progress:
             yield Bytes(progress, what)
-        self._note_time(what, started)
+        if (seconds := time.monotonic() - started) >= _LONG_SECONDS:
+            self.note(f"{what} took {seconds:.0f} s")
 
 
 class Bytes:

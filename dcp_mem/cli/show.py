@@ -8,7 +8,7 @@ from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions
 from dcp_mem.cli.screen import Screen, age, facts_of, fields_of, moment, size, state
-from dcp_mem.common.values import CheckpointStatus, figures, shown
+from dcp_mem.common.values import CheckpointStatus, counted, figures, shown
 from dcp_mem.operations.contents import Contents, contents_of
 
 _MOST = 40
@@ -30,7 +30,7 @@ def run(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
 def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: int) -> None:
     transfer = checkpoint.transfer
     sent, reused = checkpoint.replication_sent_nbytes, checkpoint.replication_reused_nbytes
-    saved_by = f"{_count(checkpoint.world_size, 'rank')} on {_count(len(inside.nodes), 'node')}"
+    saved_by = f"{counted(checkpoint.world_size, 'rank')} on {counted(len(inside.nodes), 'node')}"
     rows: list[list[str | Text]] = [
         ["name", Text(checkpoint.name, "bold")],
         ["save id", checkpoint.save_id or "none: written by torch"],
@@ -41,7 +41,7 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
         ["step", "" if checkpoint.step is None else str(checkpoint.step)],
         ["metrics", figures(checkpoint.metrics)],
         ["places", " + ".join(checkpoint.places)],
-        ["size", f"{size(checkpoint.nbytes)} in {_count(len(inside.segments), 'segment')}"],
+        ["size", f"{size(checkpoint.nbytes)} in {counted(len(inside.segments), 'segment')}"],
         ["copies", _moved(sent, reused, "")],
         ["upload", _moved(transfer.sent_nbytes, transfer.reused_nbytes, " on storage")],
         ["export", _export(checkpoint)],
@@ -138,7 +138,3 @@ def _heading(screen: Screen, what: str, parts: Sequence[object], most: int) -> N
     first = f", the first {most} (--all shows all)" if len(parts) > most else ""
     screen.line()
     screen.line(Text.assemble((f"{what}: {len(parts)}", "bold"), total + first))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

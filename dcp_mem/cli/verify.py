@@ -20,14 +20,14 @@ _MOST = 20
 
 def run(common: CommonOptions, checkpoint_id: str | None) -> int:
     screen = common.screen
-    with screen.stage("looking for checkpoints"):
+    with screen.progress("looking for checkpoints"):
         if checkpoint_id is not None:
             settings, one, storage = common.find(checkpoint_id)
             chosen = [one]
         else:
             settings, chosen = common.find_all()
             storage = storage_of(settings, INTERACTIVE_RETRIES)
-    with screen.stage("importing torch"):
+    with screen.progress("importing torch"):
         from dcp_mem.operations.verify import verify
     results: list[Verified] = []
     with screen.progress("verifying") as progress:

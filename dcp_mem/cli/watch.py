@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from itertools import count
 
 from rich.console import RenderableType
@@ -14,25 +13,12 @@ from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions
 from dcp_mem.cli.screen import age, colored, size, table_of
-from dcp_mem.common.files import allocated_bytes, free_bytes
+from dcp_mem.common.files import free_bytes
 from dcp_mem.common.progress_bar import state_text, transfer_text
 from dcp_mem.common.values import CheckpointStatus, State, shown
 from dcp_mem.config import memory_root_path
 from dcp_mem.flushing.agent_handle import is_alive
-from dcp_mem.memory.job import JobMemory, jobs_in
-from dcp_mem.memory.locks import job_is_live
-from dcp_mem.operations.inventory import job_memory
-from dcp_mem.runtime.states import status_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    name: str
-    is_live: bool
-    nbytes: int
-    checkpoints: tuple[CheckpointStatus, ...]
-    # the checkpoint that became durable last, and when; None where there is none
-    durable: tuple[str, float] | None
+from dcp_mem.operations.inventory import Job, job_in, job_memory, list_jobs
 
 
 def run(common: CommonOptions, seconds: float, times: int | None) -> int:
@@ -42,15 +28,13 @@ def run(common: CommonOptions, seconds: float, times: int | None) -> int:
     with common.screen.live() as show, suppress(KeyboardInterrupt):
         for look in count(1):
             is_there = os.path.isdir(root)
-            if wanted is not None:
-                memories = [job_memory(wanted)]
+            if wanted is None:
+                jobs = sorted(list_jobs(root), key=lambda job: job.name) if is_there else []
             else:
-                memories = [JobMemory(root, job) for job in jobs_in(root)] if is_there else []
-            jobs = [_look(memory) for memory in memories if memory is not None]
+                memory = job_memory(wanted)
+                jobs = [] if memory is None else [job_in(memory)]
             free, has_agent = free_bytes(root) if is_there else 0, is_there and is_alive(root)
-            common.screen.answer(
-                memory=root, free_bytes=free, agent=has_agent, jobs=list(map(_facts, jobs))
-            )
+            common.screen.answer(memory=root, free_bytes=free, agent=has_agent, jobs=jobs)
             agent = "the agent runs" if has_agent else "no agent"
             show([Text(f"{root}: {size(free)} free, {agent}", "dim"), *_screen_parts(jobs, speeds)])
             if look == times:
@@ -73,28 +57,12 @@ class _Speeds:
         return max(0, done - before) / (now - then) if now > then else 0.0
 
 
-def _look(memory: JobMemory) -> _Job:
-    checkpoints = tuple(map(status_of, memory.checkpoints()))
-    durable = [(one.durable, one.name) for one in checkpoints if one.state is State.DURABLE]
-    durable += [
-        (row.durable, row.name) for row in memory.history.rows() if row.outcome == "durable"
-    ]
-    when, name = max(durable, default=(0.0, ""))
-    return _Job(
-        name=memory.job,
-        is_live=job_is_live(memory.directory),
-        nbytes=allocated_bytes(memory.directory),
-        checkpoints=checkpoints,
-        durable=(name, when) if name else None,
-    )
-
-
-def _screen_parts(jobs: Sequence[_Job], speeds: _Speeds) -> list[RenderableType]:
+def _screen_parts(jobs: Sequence[Job], speeds: _Speeds) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for job in jobs:
         life = Text("live", "green") if job.is_live else Text("dead", "yellow")
         where = (
-            f", {job.durable[0]} durable {age(job.durable[1])} ago"
+            f", {job.durable.name} durable {age(job.durable.at)} ago"
             if job.durable
             else ", nothing durable yet"
         )
@@ -141,15 +109,3 @@ def _flush_progress(one: CheckpointStatus, speeds: _Speeds) -> str | Text:
     return state_text(one, time.time()) or transfer_text(
         one.transfer.stored_nbytes, one.transfer.nbytes, speed
     )
-
-
-def _facts(job: _Job) -> dict[str, object]:
-    checkpoints = [{**asdict(one), "state": one.state.value} for one in job.checkpoints]
-    durable = {"name": job.durable[0], "at": job.durable[1]} if job.durable else None
-    return {
-        "name": job.name,
-        "is_live": job.is_live,
-        "bytes": job.nbytes,
-        "durable": durable,
-        "checkpoints": checkpoints,
-    }

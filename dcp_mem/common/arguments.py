@@ -91,7 +91,9 @@ def takes(kind: type[Any] | None = None, defaults: Mapping[str, Any] = {}) -> Ca
             if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
         }
         known = own if kind is None else {**own, **_parameters(kind, defaults)}
-        checks = {**_checks(own, function.__module__), **({} if kind is None else _checks_of(kind))}
+        kinds = {name: (str(one.annotation), function.__module__) for name, one in own.items()}
+        kinds |= {} if kind is None else _annotations(kind)
+        checks = {name: check for name, of in kinds.items() if (check := _check(*of)) is not None}
         unnamed = [one.name for one in own.values() if one.kind is not one.KEYWORD_ONLY]
         is_method = unnamed[:1] == ["self"]
         checked_unnamed = [(at, one) for at, one in enumerate(unnamed) if one in checks]
@@ -209,19 +211,15 @@ def _unless_none(check: Check, name: str, value: object) -> None:
         check(name, value)
 
 
-def _checks(own: Mapping[str, inspect.Parameter], module: str) -> dict[str, Check]:
-    found = {name: _check(str(one.annotation), module) for name, one in own.items()}
-    return {name: check for name, check in found.items() if check is not None}
-
-
-def _checks_of(kind: type[Any]) -> dict[str, Check]:
-    found: dict[str, Check] = {}
-    for name, annotation in kind.__annotations__.items():
-        module = getattr(annotation, "__forward_module__", None) or kind.__module__
-        check = _check(getattr(annotation, "__forward_arg__", str(annotation)), module)
-        if check is not None:
-            found[name] = check
-    return found
+def _annotations(kind: type[Any]) -> dict[str, tuple[str, str]]:
+    """Return each option's annotation, and the module in which it stands."""
+    return {
+        name: (
+            getattr(annotation, "__forward_arg__", str(annotation)),
+            getattr(annotation, "__forward_module__", None) or kind.__module__,
+        )
+        for name, annotation in kind.__annotations__.items()
+    }
 
 
 # -- what help shows -------------------------------------------------------------------------------
@@ -230,12 +228,9 @@ def _checks_of(kind: type[Any]) -> dict[str, Check]:
 def _parameters(kind: type[Any], defaults: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
     return {
         name: inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=defaults.get(name),
-            annotation=getattr(annotation, "__forward_arg__", annotation),
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation
         )
-        for name, annotation in kind.__annotations__.items()
+        for name, (annotation, _) in _annotations(kind).items()
     }
 
 

@@ -243,6 +243,11 @@ def shown(text: str) -> str:
     )
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return a number with what it counts; `many` by default with an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def figures(metrics: Mapping[str, float]) -> str:
     """Return metrics for people."""
     return ", ".join(f"{name}={value:.4g}" for name, value in sorted(metrics.items()))

@@ -21,8 +21,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from dcp_mem.demo.account import Account, Attempt, Schedule
-from dcp_mem.demo.options import KILLED_RANK, RANKS, SIZES, Options
+from dcp_mem.demo.account import KILLED_RANK, RANKS, SIZES, Account, Attempt, Options, Schedule
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  not a temporary file: it is node memory
 # Bytes of four states: two kept, one being staged, one that a kill left behind.

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter, State, TrainState
 from dcp_mem.common import faults
-from dcp_mem.demo.options import KILLED_RANK, KILLED_SAVE, SIZES, Options
+from dcp_mem.demo.account import KILLED_RANK, KILLED_SAVE, SIZES, Options
 
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # torchrun's restarts so far
 TEXT = resources.files(__package__).joinpath("as_you_like_it.txt").read_bytes()

@@ -34,7 +34,6 @@ from dcp_mem.format.manifest import ItemTable
 from dcp_mem.loading.sources.stored import StorageSource
 from dcp_mem.memory.root import node_id
 from dcp_mem.operations.contents import contents_of, local_checkpoint_of
-from dcp_mem.operations.modes import missing_directories, open_up, tree_of
 from dcp_mem.operations.reading import Reading, open_reading
 from dcp_mem.operations.safetensors_file import (
     DTYPES,
@@ -89,15 +88,11 @@ def export_dcp(
     found = {(entry.name, entry.modified) for entry in destination.ls(name)}
     if names.metadata_file(checkpoint.scope) in {file for file, _ in found}:
         raise ConfigError(f"there is a checkpoint at {target} already: give another target")
-    missing, top = missing_directories(url), os.path.join(url, name)
-    before = tree_of(top) if url.startswith("/") else {}
     if STORAGE in checkpoint.places and storage is not None:
         with being_read(storage, checkpoint.name):
             _copy(storage, checkpoint, destination, name, observer)
     else:
         _flush_to(settings, checkpoint, destination, name)
-    if url.startswith("/"):
-        open_up(missing, top, before)
     files = [
         (f"{name}/{entry.name}", entry.nbytes)
         for entry in destination.ls(name)
@@ -260,12 +255,7 @@ def export_torch(
 
 
 def export_safetensors(
-    settings: Settings,
-    checkpoint: CheckpointStatus,
-    target: str,
-    *,
-    prefix: str = "",
-    shard_nbytes: int = SHARD_NBYTES,
+    settings: Settings, checkpoint: CheckpointStatus, target: str, *, prefix: str = ""
 ) -> Exported:
     """Write a directory of safetensors files and their index for Hugging Face; tensors only. Only
     tensors whose names begin with the prefix are written; the names lose it. The index is last.
@@ -275,7 +265,7 @@ def export_safetensors(
     with open_reading(settings, checkpoint.name, checkpoint.save_id) as reading:
         tensors = _tensors_of(reading, checkpoint.name, prefix)
         sizes = {name: shape.nbytes for name, shape in tensors.items()}
-        shards = list(cut_into_shards(sizes, shard_nbytes))
+        shards = list(cut_into_shards(sizes, SHARD_NBYTES))
         os.makedirs(target, exist_ok=True)
         files, weight_map = [], dict[str, str]()
         for number, of_shard in enumerate(shards, 1):

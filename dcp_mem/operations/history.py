@@ -16,7 +16,6 @@ from dcp_mem.format.history import HistoryRow, from_csv, row_of
 from dcp_mem.format.recoveries import MOST_RECOVERIES, RecoveryRecord, merge_recoveries
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.records import recoveries_in
-from dcp_mem.operations.goodput import goodput, lost_seconds
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
 from dcp_mem.storage import OfOneFile
@@ -169,8 +168,23 @@ def totals(history: History) -> Totals:
         recovery_seconds=sum(one.seconds for one in recoveries),
         recovery_median=_median(one.seconds for one in recoveries),
         lost_seconds=lost,
-        goodput=goodput(lost, last - first),
+        goodput=max(0.0, 1 - lost / (last - first)) if last > first else 0.0,
     )
+
+
+def lost_seconds(
+    saves: Iterable[tuple[float, float]], resumes: Iterable[tuple[float, float]]
+) -> float:
+    """Return the seconds in which no training was done whose result is kept.
+
+    Each span is (begin, end): of a save, while it held training up; of a resume, from the save of
+    the checkpoint that was loaded to the end of the load. Spans that overlap count once.
+    """
+    lost, until = 0.0, float("-inf")
+    for begin, end in sorted([*saves, *resumes]):
+        lost += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return lost
 
 
 def _resumes(history: History) -> Iterator[tuple[float, float]]:

@@ -36,7 +36,6 @@ from dcp_mem.export import DTYPES as CONVERTIBLE
 from dcp_mem.export import INDEX, HuggingFaceExport
 from dcp_mem.format.checksums import checksum
 from dcp_mem.memory.exports import ExportRecord
-from dcp_mem.operations.modes import open_up
 from dcp_mem.operations.reading import Reading, open_reading
 from dcp_mem.operations.safetensors_file import (
     DTYPES,
@@ -322,7 +321,6 @@ class _Directory(_Place):
             self.storage.delete(f"{self.prefix}/{file}")
         self.storage.put(f"{self.prefix}/{INDEX}", index)
         made = os.path.join(self.storage.url, self.prefix)
-        open_up((), made, {})
         if os.path.lexists(self.target):
             try:
                 files.swap_names(made, self.target)

@@ -31,6 +31,14 @@ from dcp_mem.storage.snapshot import Snapshot, cache_under
 _GONE = "storage has it no more"
 
 
+@dataclass(frozen=True, slots=True)
+class LastDurable:
+    """The checkpoint that became durable last, and when."""
+
+    name: str
+    at: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A job's part of a node's memory."""
@@ -40,6 +48,7 @@ class Job:
     nbytes: int
     last_use: float  # when it last saved, in seconds since the epoch
     checkpoints: tuple[CheckpointStatus, ...]  # what it has there, newest first
+    durable: LastDurable | None
 
 
 def list_checkpoints(
@@ -148,18 +157,24 @@ def may_be_resumed_from(one: CheckpointStatus) -> bool:
 
 def list_jobs(memory_root: str) -> list[Job]:
     """List the jobs that have memory in a root, the one that saved last first."""
-    found = []
-    for name in jobs_in(memory_root):
-        memory = JobMemory(memory_root, name)
-        job = Job(
-            name=name,
-            checkpoints=tuple(_of_job(memory)),
-            is_live=job_is_live(memory.directory),
-            nbytes=allocated_bytes(memory.directory),
-            last_use=last_use(memory.directory),
-        )
-        found.append(job)
+    found = [job_in(JobMemory(memory_root, name)) for name in jobs_in(memory_root)]
     return sorted(found, key=lambda job: job.last_use, reverse=True)
+
+
+def job_in(memory: JobMemory) -> Job:
+    checkpoints = tuple(_of_job(memory))
+    durable = [(one.durable, one.name) for one in checkpoints if one.state is State.DURABLE]
+    rows = memory.history.rows()
+    durable += [(row.durable, row.name) for row in rows if row.outcome == Outcome.DURABLE]
+    when, name = max(durable, default=(0.0, ""))
+    return Job(
+        name=memory.job,
+        checkpoints=checkpoints,
+        is_live=job_is_live(memory.directory),
+        nbytes=allocated_bytes(memory.directory),
+        last_use=last_use(memory.directory),
+        durable=LastDurable(name, when) if name else None,
+    )
 
 
 def job_memory(settings: Settings) -> JobMemory | None:

@@ -12,7 +12,7 @@ import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -95,11 +95,8 @@ def measure_network(
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=_TIMEOUT)))
     ranks = JobRanks(rank, range(world), "doctor", store, _TIMEOUT)
     try:
-        own = _own_network(rank)
-        latency = statistics.median(_rounds(ranks, 1, _SMALL_ROUNDS))
-        seconds = statistics.median(_rounds(ranks, _NBYTES, _ROUNDS))
-        nodes = ranks.exchange(replace(own, latency=latency, rate=_NBYTES / seconds))
-        moved = [] if choice is None else measure_transport(ranks, store, choice)
+        nodes = ranks.exchange(_measured_network(ranks))
+        moved = [] if choice is None else ranks.exchange(_measured_transport(ranks, store, choice))
         return nodes, moved
     finally:
         ranks.close()
@@ -165,24 +162,56 @@ def _speed(bits_per_second: float | None) -> str:
 # -- measuring ------------------------------------------------------------------------------------
 
 
-def _rounds(ranks: Ranks, nbytes: int, count: int) -> list[float]:
-    """Return the seconds of each round: bytes go to the next rank, and come from the one before."""
-    after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+class _Ring:
+    """This rank's channels to the next rank, and from the one before; and what goes over them."""
+
+    def __init__(self, ranks: Ranks, out: Channel, back: Channel) -> None:
+        self.ranks, self.out, self.back = ranks, out, back
+        self.sent, self.came = bytearray(os.urandom(1 << 20) * 64), bytearray(64 << 20)
+
+    def rounds(self, nbytes: int, count: int) -> list[tuple[float, float]]:
+        """Return the seconds of each round, in which so many bytes go and come; and of the CPU."""
+        found = []
+        with ThreadPoolExecutor(1, thread_name_prefix="dcp_mem-doctor") as pool:
+            for _ in range(count):
+                self.ranks.all_reduce(0, int.__add__)
+                started, cpu = time.perf_counter(), time.process_time()
+                sending = pool.submit(_move, self.out.send, self.sent, nbytes)
+                _move(self.back.receive, self.came, nbytes)
+                sending.result()
+                found.append((time.perf_counter() - started, time.process_time() - cpu))
+        return found
+
+
+def _move(act: Callable[[memoryview], PendingMessage], memory: bytearray, nbytes: int) -> None:
+    view, pending = memoryview(memory), deque[PendingMessage]()
+    for place in range(0, nbytes, _MESSAGE):
+        if len(pending) == _IN_FLIGHT:
+            pending.popleft().wait()
+        start = place % len(view)
+        pending.append(act(view[start : start + min(_MESSAGE, nbytes - place)]))
+    for message in pending:
+        message.wait()
+
+
+def _neighbours(ranks: Ranks) -> tuple[int, int]:
+    """Return the next rank, and the one before."""
+    return (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+
+
+# -- the network ----------------------------------------------------------------------------------
+
+
+def _measured_network(ranks: Ranks) -> NodeNetwork:
+    after, before = _neighbours(ranks)
     ends = [(ranks.rank, after), (before, ranks.rank)]
     # In turn, so that not each rank waits for the next one.
     channels = {end: ranks.channel(*end) for end in (ends if ranks.rank % 2 else ends[::-1])}
-    out, back = (channels[end] for end in ends)
-    sent, came = bytearray(nbytes), bytearray(nbytes)
-    seconds = []
-    with ThreadPoolExecutor(1, thread_name_prefix="dcp_mem-doctor") as pool:
-        for _ in range(1 + count):  # the first one touches the memory
-            ranks.all_reduce(0, int.__add__)
-            started = time.perf_counter()
-            sending = pool.submit(lambda: out.send(sent).wait())  # a channel moves while one waits
-            back.receive(came).wait()
-            sending.result()
-            seconds.append(time.perf_counter() - started)
-    return seconds[1:]
+    ring = _Ring(ranks, *(channels[end] for end in ends))
+    # The first round touches the memory.
+    latency = statistics.median(seconds for seconds, _ in ring.rounds(1, 1 + _SMALL_ROUNDS)[1:])
+    seconds = statistics.median(seconds for seconds, _ in ring.rounds(_NBYTES, 1 + _ROUNDS)[1:])
+    return replace(_own_network(ranks.rank), latency=latency, rate=_NBYTES / seconds)
 
 
 def _own_network(rank: int) -> NodeNetwork:
@@ -222,92 +251,49 @@ def _interface_speed(name: str) -> float | None:
 # -- what copies go by ----------------------------------------------------------------------------
 
 
-def measure_transport(ranks: Ranks, store: dist.Store, choice: str) -> Sequence[NodeTransport]:
-    """Measure together with the other ranks; return what every rank found, on all of them."""
-    return ranks.exchange(_Ring(ranks, choice, store).measured())
+def _measured_transport(ranks: Ranks, store: dist.Store, choice: str) -> NodeTransport:
+    """Connect to both neighbours, and measure where all ranks could."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    node = NodeTransport(
+        rank=ranks.rank,
+        host=socket.gethostname(),
+        trouble="",
+        devices=rdma_devices(),
+        locked_nbytes=None if limit == resource.RLIM_INFINITY else limit,
+    )
 
-
-class _Ring:
-    def __init__(self, ranks: Ranks, choice: str, store: dist.Store) -> None:
-        self.ranks, self.choice, self.store = ranks, choice, store
-        self._sent, self._came = bytearray(os.urandom(1 << 20) * 64), bytearray(64 << 20)
-
-    def measured(self) -> NodeTransport:
-        """Connect to both neighbours, and measure where all ranks could."""
-        rank, size = self.ranks.rank, self.ranks.size
-        after, before = (rank + 1) % size, (rank - 1) % size
-        with ThreadPoolExecutor(2, thread_name_prefix="dcp_mem-doctor") as pool:
-            ends = [
-                pool.submit(self._connected, rank, after, True),
-                pool.submit(self._connected, before, rank, False),
-            ]
-            found = [end.result() for end in ends]
-            trouble = next((one for one in found if isinstance(one, str)), "")
-            channels = [one for one in found if not isinstance(one, str)]
-            try:
-                # Nobody waits for a neighbour that couldn't connect to its other one.
-                if any(self.ranks.exchange(bool(trouble))):
-                    return self._node(trouble)
-                return self._timed(pool, channels[0], channels[1])
-            finally:
-                for channel in channels:
-                    channel.close()
-
-    def _connected(self, sender: int, receiver: int, is_sender: bool) -> Channel | str:
+    def connected(sender: int, receiver: int) -> Channel | str:
         """Return this rank's end of a channel, or why there is none."""
-        own = TimedStore(own_connection(self.store, _TIMEOUT), _TIMEOUT)
-        place = MeetingPlace(own, f"dcp_mem/doctor/{sender}-{receiver}/", self.ranks.look)
+        own = TimedStore(own_connection(store, _TIMEOUT), _TIMEOUT)
+        place = MeetingPlace(own, f"dcp_mem/doctor/{sender}-{receiver}/", ranks.look)
+        pair = Pair(store=place, is_sender=sender == ranks.rank, seconds=_TIMEOUT)
         try:
-            return transport(self.choice)(Pair(store=place, is_sender=is_sender, seconds=_TIMEOUT))
+            return transport(choice)(pair)
         except TransportUnusable as error:
             return str(error)
 
-    def _timed(self, pool: ThreadPoolExecutor, out: Channel, back: Channel) -> NodeTransport:
-        self._came[:] = bytes(len(self._came))
-        seconds, spent = list[float](), 0.0
-        with out.registered(self._sent), back.registered(self._came):
-            for _ in range(_COPY_ROUNDS):
-                self.ranks.all_reduce(0, int.__add__)
-                started, cpu = time.perf_counter(), time.process_time()
-                sending = pool.submit(self._move, out, self._sent, True)
-                self._move(back, self._came, False)
-                sending.result()
-                seconds.append(time.perf_counter() - started)
-                spent = time.process_time() - cpu
-        sums = self.ranks.exchange(checksum(memoryview(self._sent)))
-        before = (self.ranks.rank - 1) % self.ranks.size
-        return self._node(
-            "",
-            _COPIED_NBYTES / min(seconds),
-            spent / _COPIED_NBYTES,
-            sums[before] == checksum(memoryview(self._came)),
-        )
-
-    def _move(self, channel: Channel, memory: bytearray, is_sent: bool) -> None:
-        act, pending = channel.send if is_sent else channel.receive, deque[PendingMessage]()
-        view = memoryview(memory)
-        for place in range(0, _COPIED_NBYTES, _MESSAGE):
-            if len(pending) == _IN_FLIGHT:
-                pending.popleft().wait()
-            start = place % len(view)
-            pending.append(act(view[start : start + _MESSAGE]))
-        for message in pending:
-            message.wait()
-
-    def _node(
-        self, trouble: str, rate: float = 0.0, cpu: float = 0.0, is_equal: bool = True
-    ) -> NodeTransport:
-        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        return NodeTransport(
-            rank=self.ranks.rank,
-            host=socket.gethostname(),
-            trouble=trouble,
-            devices=rdma_devices(),
-            locked_nbytes=None if limit == resource.RLIM_INFINITY else limit,
-            rate=rate,
-            cpu=cpu,
-            is_equal=is_equal,
-        )
+    after, before = _neighbours(ranks)
+    with ThreadPoolExecutor(2, thread_name_prefix="dcp_mem-doctor") as pool:
+        found = list(pool.map(connected, (ranks.rank, before), (after, ranks.rank)))
+    channels = [one for one in found if not isinstance(one, str)]
+    try:
+        trouble = next((one for one in found if isinstance(one, str)), "")
+        # Nobody waits for a neighbour that couldn't connect to its other one.
+        if any(ranks.exchange(bool(trouble))):
+            return replace(node, trouble=trouble)
+        ring = _Ring(ranks, *channels)
+        with ring.out.registered(ring.sent), ring.back.registered(ring.came):
+            rounds = ring.rounds(_COPIED_NBYTES, _COPY_ROUNDS)
+        sums = ranks.exchange(checksum(memoryview(ring.sent)))
+    finally:
+        for channel in channels:
+            channel.close()
+    return replace(
+        node,
+        rate=_COPIED_NBYTES / min(seconds for seconds, _ in rounds),
+        cpu=rounds[-1][1] / _COPIED_NBYTES,
+        is_equal=sums[before] == checksum(memoryview(ring.came)),
+    )
 
 
 def judge_transport(nodes: Sequence[NodeTransport], choice: str) -> Iterator[Check]:

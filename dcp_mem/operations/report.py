@@ -13,7 +13,8 @@ from itertools import zip_longest
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dcp_mem.common.values import figures, shown
+from dcp_mem.common.values import counted, figures, shown
+from dcp_mem.errors import gib as size
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.format.recoveries import RecoveryRecord
 from dcp_mem.operations.charts import LEFT, RIGHT, Dot, Series, Times, marks, series
@@ -174,18 +175,6 @@ def _two_units(count: int, in_one: int, large: str, small: str) -> str:
     return f"{whole} {large}" + (f" {rest} {small}" if rest else "")
 
 
-def size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if nbytes < 1000 or unit == "PiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:,.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
-
-
-def counted(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
-
-
 def rate(bytes_per_second: float) -> str:
     """Return a throughput for people; "" for none."""
     return f"{size(bytes_per_second)}/s" if bytes_per_second > 0 else ""
@@ -209,7 +198,7 @@ def _tiles(sums: Totals) -> list[Tile]:
         Tile(
             "Failed",
             f"{sums.failed:,}",
-            f"{counted(sums.retries, 'request', 'requests')} repeated",
+            f"{counted(sums.retries, 'request')} repeated",
             "bad" if sums.failed else "",
         ),
         Tile("Blocked per save", duration(sums.blocked_median) or _NONE, "median"),

@@ -118,9 +118,7 @@ def _on_storage(
             )
         elif segment.file in tables:
             checks.append(_SegmentCheck(segment=segment, table=tables[segment.file], source=source))
-    result = replace(result, checked_nbytes=sum(check.segment.nbytes for check in checks))
-    damages += _read_all(STORAGE, checks, description.catalog, observer, checkpoint.name)
-    return replace(result, damages=tuple(damages)), tables
+    return _read_all(result, damages, checks, description.catalog, observer), tables
 
 
 def _tables(
@@ -211,16 +209,9 @@ def _in_memory(
             else:
                 checks.append(_SegmentCheck(segment=segment, table=table, source=source))
         assert catalog is not None
-        damages += _read_all(MEMORY, checks, catalog, observer, checkpoint.name)
-    why = "its checksums haven't been made yet: that follows a save at once" if unchecked else ""
-    nbytes = sum(check.segment.nbytes for check in checks)
-    return replace(
-        result,
-        checked_nbytes=nbytes,
-        unchecked_nbytes=unchecked,
-        why_unchecked=why,
-        damages=tuple(damages),
-    )
+        why = "its checksums haven't been made yet: that follows a save at once"
+        result = replace(result, unchecked_nbytes=unchecked, why_unchecked=why if unchecked else "")
+        return _read_all(result, damages, checks, catalog, observer)
 
 
 # -- reading and comparing -------------------------------------------------------------------------
@@ -243,12 +234,15 @@ class _SegmentCheck:
 
 
 def _read_all(
-    place: str, checks: Sequence[_SegmentCheck], catalog: Catalog, observer: Observer, name: str
-) -> list[Damage]:
-    observer.expect(
-        f"{name} in {place}" if place == MEMORY else f"{name} on {place}",
-        sum(check.segment.nbytes for check in checks),
-    )
+    result: Verified,
+    damages: Sequence[Damage],
+    checks: Sequence[_SegmentCheck],
+    catalog: Catalog,
+    observer: Observer,
+) -> Verified:
+    """Read the segments; return the result with what they show, behind the damages known so far."""
+    place, nbytes = result.place, sum(check.segment.nbytes for check in checks)
+    observer.expect(f"{result.name} {'in' if place == MEMORY else 'on'} {place}", nbytes)
     buffers = threading.local()
 
     def read(window: tuple[_SegmentCheck, int, int]) -> None:
@@ -269,7 +263,8 @@ def _read_all(
     windows = ((check, *window) for check in checks for window in check.windows())
     for _ in in_parallel(read, windows, at_once=_AT_ONCE, name="dcp_mem-verify"):
         pass
-    return [damage for check in checks for damage in _compared(place, check, catalog)]
+    found = [damage for check in checks for damage in _compared(place, check, catalog)]
+    return replace(result, checked_nbytes=nbytes, damages=(*damages, *found))
 
 
 def _compared(place: str, check: _SegmentCheck, catalog: Catalog) -> list[Damage]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dcp_mem.common import files
@@ -59,6 +60,17 @@ def status(settings: Settings) -> list[CheckpointStatus]:
     past = [_of_history(row) for row in memory.history.rows() if row.save_id not in known]
     found = with_exports([*present, *past], read_exports(memory.directory))
     return newest_first(found, place_of)
+
+
+def summary(of: object, settings: Settings, loaded: str = "") -> str:
+    """Return the repr of what a job is saved or read with: its root, name, and what this node's
+    memory knows to be newest.
+    """
+    newest = ""
+    with suppress(Exception):  # whatever a repr is made of: it never raises
+        newest = next((f", newest {one.name}" for one in status(settings)), "")
+    where = settings.url or "memory only"
+    return f"<{type(of).__name__} {where}, job {settings.job}{newest}{loaded}>"
 
 
 def with_exports(

@@ -13,17 +13,18 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-import dcp_mem.loading.survey
 from dcp_mem import (
     CheckpointNotFound,
     ConfigError,
+    DcpMemError,
     JobInUse,
     MemoryBudgetExceeded,
     MemoryStorageWriter,
@@ -32,8 +33,6 @@ from dcp_mem import (
     every_n_saves,
     every_seconds,
 )
-from dcp_mem.config import OnFull
-from dcp_mem.errors import DcpMemError
 from tests.support.checkpoints.jobs import Job, agents, load_anew, make_state, save, wait_until
 from tests.support.checkpoints.plans import SAVES, save_by_torch
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
@@ -139,7 +138,7 @@ def test_save_without_a_checkpoint_id_says_what_path_is(memory_root: Path) -> No
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def _fill(memory: str, on_full: OnFull) -> tuple[str, list[str], int]:
+def _fill(memory: str, on_full: Literal["wait", "skip", "raise"]) -> tuple[str, list[str], int]:
     """Save 12 MiB at a time into a tmpfs of 32.
 
     Returns the error, what status says of the saves, and what still loads.
@@ -560,9 +559,9 @@ def _save_and_flush(job: Job) -> None:
 
 
 def _load_past_silence(job: Job) -> tuple[float, int, str, float]:
-    dcp_mem.loading.survey._FIRST_ANSWER_TIMEOUT = 1.0
     started = time.monotonic()
-    loaded = load_anew(job)
+    with patch("dcp_mem.loading.survey._FIRST_ANSWER_TIMEOUT", 1.0):
+        loaded = load_anew(job)
     ended = time.monotonic()
     return ended - started, loaded.number, "\n".join(loaded.report.passed_over), ended
 

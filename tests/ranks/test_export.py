@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from dcp_mem import StorageUnavailable
-from dcp_mem.cli.main import main
 from dcp_mem.operations import export
-from dcp_mem.operations.inventory import find_one
 from dcp_mem.operations.reading import Reading
 from dcp_mem.storage.posix_upload import PosixUpload
 from tests.support.checkpoints.jobs import Job
+from tests.support.command import Shell
 from tests.support.storage.file_systems import mounted_tmpfs
 
 NUMBERS = 400_000
@@ -31,12 +29,11 @@ def _save(job: Job, value: float, *, persist: bool = True) -> str:
     with job.writer(agent="thread", persist=persist) as writer:
         state = {name: torch.full((NUMBERS,), value) for name in ("a", "b")}
         dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
-        return find_one(writer.settings, "step-1").save_id
+        return writer.status()[0].save_id
 
 
 def _export(job: Job, *arguments: str) -> Result:
-    options = ["--memory-root", job.memory, "--job", job.name or ""]
-    return CliRunner().invoke(main, ["export", job.url or "", *arguments, *options])
+    return Shell(job).run("export", *arguments)
 
 
 def test_what_lay_in_the_target_keeps_its_modes(job: Job, tmp_path: Path) -> None:
@@ -78,8 +75,7 @@ def test_what_is_saved_anew_meanwhile_is_not_mixed_in(
     copy = export._copy_file
     monkeypatch.setattr(Reading, "load", load_and_save_anew)
     monkeypatch.setattr(export, "_copy_file", copy_and_save_anew)
-    cut = partial(export.export_safetensors, shard_nbytes=NUMBERS * 5)  # a file for each tensor
-    monkeypatch.setattr("dcp_mem.cli.export.export_safetensors", cut)
+    monkeypatch.setattr(export, "SHARD_NBYTES", NUMBERS * 5)  # a file for each tensor
     target = tmp_path / "target"
     result = _export(job, "step-1", str(target), "--format", kind)
     assert result.exit_code == 1, result.output
@@ -111,9 +107,7 @@ def test_a_full_disk_is_an_error(job: Job, tmp_path: Path, kind: str) -> None:
 
 def test_what_was_rejected_in_memory_can_be_exported(job: Job, tmp_path: Path) -> None:
     _save(job, 1.0, persist=False)
-    options = ["--memory-root", job.memory, "--job", job.name or ""]
-    rejecting = ["reject", job.url or "", "step-1", "--why", "NaN", *options]
-    assert CliRunner().invoke(main, rejecting).exit_code == 0
+    assert Shell(job).run("reject", "step-1", "--why", "NaN").exit_code == 0
     result = _export(job, "step-1", str(tmp_path / "kept"))
     assert result.exit_code == 0, result.output
     assert os.path.exists(tmp_path / "kept" / ".metadata")

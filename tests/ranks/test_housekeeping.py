@@ -340,3 +340,19 @@ def test_what_a_flush_notes_of_a_checkpoint_that_leaves_meanwhile_keeps_no_direc
         os.unlink(held.segment_path(segment.file))
     memory.record_flush(held, held.flush)
     assert not os.path.exists(held.directory)
+
+
+def test_promotion_never_brings_back_what_was_replaced_or_evicted_meanwhile(job: Job) -> None:
+    memory = JobMemory(job.memory, job.name or "")
+    with job.writer(persist=False, keep_memory=3) as writer:
+        save(writer, 1, "best")
+        save(writer, 1, "gone")
+        gone, best = memory.checkpoints()
+        save(writer, 2, "best")
+        assert memory.evict(gone)
+        assert not memory.promote(best)
+        assert not memory.promote(gone)
+        assert load_anew(job, "best").number == 2
+        present = [one for one in writer.status() if one.in_memory]
+        assert [(one.name, one.persist) for one in present] == [("best", False)]
+    assert not list(job.directory.rglob("*.tmp"))

@@ -1,47 +1,37 @@
 """What there is of a job, in memory and on storage, told without loading any of it."""
 
 import inspect
+import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from dcp_mem import CheckpointStatus, State, StorageUnavailable
-from dcp_mem.common.values import MEMORY, STORAGE
-from dcp_mem.config import Settings
-from dcp_mem.format import names
-from dcp_mem.memory.job import JobMemory
-from dcp_mem.operations.flush import promote
-from dcp_mem.operations.inventory import list_checkpoints, list_jobs
-from dcp_mem.options import settings
-from dcp_mem.storage.retry import RetryPolicy
 from tests.support.checkpoints.jobs import (
     Job,
-    load_anew,
     make_state,
     save,
     save_in_two_places,
     save_one,
 )
+from tests.support.command import Shell, command
 from tests.support.processes.forks import forked_ranks
 from tests.support.storage.servers import StorageRoot
 
-_IMPATIENT = RetryPolicy(tries=1, deadline_seconds=5.0)
+
+def _jobs(memory_root: Path, code: int = 0) -> list[dict[str, Any]]:
+    result = command("ls", "--memory-root", str(memory_root), "--json")
+    assert result.exit_code == code, result.output
+    found: list[dict[str, Any]] = json.loads(result.stdout)["jobs"]
+    return found
 
 
-def _of(job: Job) -> Settings:
-    return settings(
-        job.url, memory_root=job.memory, job=job.name, storage_options=job.storage_options
-    )
-
-
-def _described(found: list[CheckpointStatus]) -> list[tuple[str, State, tuple[str, ...]]]:
-    return [(one.name, one.state, one.places) for one in found]
+def _described(job: Job) -> list[tuple[str, str, list[str]]]:
+    return [(one["name"], one["state"], one["places"]) for one in Shell(job).listed()]
 
 
 def test_checkpoints_of_both_places_are_one_list_newest_first(
@@ -49,21 +39,22 @@ def test_checkpoints_of_both_places_are_one_list_newest_first(
 ) -> None:
     job = Job(storage_root.url, str(memory_root), storage_root.storage_options)
     save_in_two_places(job)
-    found = list_checkpoints(_of(job))
-    assert _described(found) == [
-        ("step-3", State.COMPLETE, (MEMORY,)),
-        ("step-2", State.DURABLE, (MEMORY, STORAGE)),
-        ("step-1", State.DURABLE, (STORAGE,)),
+    found = Shell(job).listed()
+    assert _described(job) == [
+        ("step-3", "complete", ["memory"]),
+        ("step-2", "durable", ["memory", "storage"]),
+        ("step-1", "durable", ["storage"]),
     ]
-    assert [(one.step, dict(one.metrics)) for one in found[1:]] == [
+    assert [(one["step"], one["metrics"]) for one in found[1:]] == [
         (2, {"loss": 0.5}),
         (1, {"loss": 1.0}),
     ]
-    assert all(one.world_size == 1 and one.nbytes > 2000 and not one.problem for one in found)
+    assert all(one["world_size"] == 1 and one["bytes"] > 2000 for one in found)
+    assert not any(one["problem"] for one in found)
     shutil.rmtree(job.directory)
-    assert _described(list_checkpoints(_of(job))) == [
-        ("step-2", State.DURABLE, (STORAGE,)),
-        ("step-1", State.DURABLE, (STORAGE,)),
+    assert _described(job) == [
+        ("step-2", "durable", ["storage"]),
+        ("step-1", "durable", ["storage"]),
     ]
 
 
@@ -71,12 +62,12 @@ def test_job_without_url_is_listed_from_memory_alone(memory_root: Path) -> None:
     job = Job(None, str(memory_root))
     with job.writer() as writer:
         save(writer, 1)
-        assert _described(list_checkpoints(_of(job))) == [("step-1", State.COMPLETE, (MEMORY,))]
+        assert _described(job) == [("step-1", "complete", ["memory"])]
 
 
 def test_a_look_makes_nothing(memory_root: Path, tmp_path: Path) -> None:
-    assert list_checkpoints(_of(Job(str(tmp_path / "none"), str(memory_root / "absent")))) == []
-    assert list_jobs(str(memory_root / "absent")) == []
+    assert Shell(Job(str(tmp_path / "none"), str(memory_root / "absent"))).listed(code=1) == []
+    assert _jobs(memory_root / "absent", code=1) == []
     assert list(memory_root.iterdir()) == []
     assert not (tmp_path / "none").exists()
 
@@ -84,76 +75,66 @@ def test_a_look_makes_nothing(memory_root: Path, tmp_path: Path) -> None:
 def test_ranks_are_counted_and_a_short_or_missing_segment_is_told(job: Job) -> None:
     forked_ranks(save_one, 2, job)
     shutil.rmtree(job.directory)
-    (one,) = list_checkpoints(_of(job))
-    assert (one.world_size, one.problem) == (2, "")
+    (one,) = Shell(job).listed()
+    assert (one["world_size"], one["problem"]) == (2, "")
     (segment,) = Path(job.url or "", "step-1").glob("__1_0-*.distcp")
     segment.write_bytes(segment.read_bytes()[:-1])
-    assert "segment of rank 1: " in list_checkpoints(_of(job))[0].problem
+    assert "segment of rank 1: " in Shell(job).listed(code=1)[0]["problem"]
     segment.unlink()
-    (one,) = list_checkpoints(_of(job))
-    assert (one.problem, one.is_durable) == ("segment of rank 1: missing", False)
+    assert Shell(job).listed(code=1)[0]["problem"] == "segment of rank 1: missing"
 
 
 def test_what_storage_has_lost_is_not_taken_for_durable(job: Job) -> None:
     save_in_two_places(job)
     shutil.rmtree(Path(job.url or "", "step-2"))
-    (gone,) = [one for one in list_checkpoints(_of(job)) if one.name == "step-2"]
-    assert (gone.state, gone.places, gone.problem, gone.error) == (
-        State.COMPLETE,
-        (MEMORY,),
-        "",
-        "storage has it no more",
-    )
+    (gone,) = (one for one in Shell(job).listed() if one["name"] == "step-2")
+    assert (gone["state"], gone["places"]) == ("complete", ["memory"])
+    assert (gone["problem"], gone["error"]) == ("", "storage has it no more")
 
 
 def test_damaged_manifest_is_a_problem_and_no_foreign_checkpoint(job: Job) -> None:
     save_in_two_places(job)
     shutil.rmtree(job.directory)
-    own = Path(job.url or "", "step-2", names.OWN)
+    own = Path(job.url or "", "step-2", ".dcp_mem")
     (manifest,) = own.glob("manifest-*.json")
     whole = manifest.read_bytes()
     manifest.write_bytes(whole[:-10] + b"0123456789")
-    (damaged,) = [one for one in list_checkpoints(_of(job)) if one.name == "step-2"]
-    assert "damaged" in damaged.problem
-    assert not damaged.is_foreign
+    (damaged,) = (one for one in Shell(job).listed(code=1) if one["name"] == "step-2")
+    assert "damaged" in damaged["problem"]
+    assert not damaged["is_foreign"]
     manifest.unlink()
-    (lacking,) = [one for one in list_checkpoints(_of(job)) if one.name == "step-2"]
-    assert "its manifest is missing" in lacking.problem
+    (lacking,) = (one for one in Shell(job).listed(code=1) if one["name"] == "step-2")
+    assert "its manifest is missing" in lacking["problem"]
 
 
 def test_torchs_own_checkpoint_is_listed_as_such(job: Job) -> None:
     dcp.save(make_state(1), checkpoint_id=str(Path(job.url or "", "theirs")))
-    (one,) = list_checkpoints(_of(job))
-    assert (one.name, one.state, one.save_id, one.is_foreign, one.problem) == (
-        "theirs",
-        State.DURABLE,
-        "",
-        True,
-        "",
-    )
-    assert one.nbytes > 2000
+    (one,) = Shell(job).listed()
+    assert (one["name"], one["state"], one["save_id"]) == ("theirs", "durable", "")
+    assert (one["is_foreign"], one["problem"]) == (True, "")
+    assert one["bytes"] > 2000
 
 
 def test_attempt_without_commit_is_no_checkpoint_beside_the_older_one_of_its_name(job: Job) -> None:
     with job.writer(agent="thread") as writer:
         save(writer, 1, "best")
         writer.wait("best", timeout=60)
-    (first,) = list_checkpoints(_of(job))
+    (first,) = Shell(job).listed()
     stored = Path(job.url or "", "best")
     metadata = (stored / ".metadata").read_bytes()
     segments = {path.name: path.read_bytes() for path in stored.glob("*.distcp")}
-    described = {path.name: path.read_bytes() for path in (stored / names.OWN).iterdir()}
+    described = {path.name: path.read_bytes() for path in (stored / ".dcp_mem").iterdir()}
     with job.writer(agent="thread") as writer:
         save(writer, 2, "best")
         writer.wait("best", timeout=60)
     for name, data in segments.items():
         (stored / name).write_bytes(data)
     for name, data in described.items():
-        (stored / names.OWN / name).write_bytes(data)
+        (stored / ".dcp_mem" / name).write_bytes(data)
     (stored / ".metadata").write_bytes(metadata)  # as before the second commit
     shutil.rmtree(job.directory)
-    (found,) = list_checkpoints(_of(job))
-    assert found.save_id == first.save_id
+    (found,) = Shell(job).listed()
+    assert found["save_id"] == first["save_id"]
 
 
 def test_jobs_of_a_memory_root_say_who_lives(memory_root: Path) -> None:
@@ -162,45 +143,23 @@ def test_jobs_of_a_memory_root_say_who_lives(memory_root: Path) -> None:
         save(writer, 1)
     with live.writer() as writer:
         save(writer, 1)
-        found = list_jobs(str(memory_root))
-    assert [(one.name, one.is_live, [held.name for held in one.checkpoints]) for one in found] == [
-        ("live", True, ["step-1"]),
-        ("dead", False, ["step-1"]),
-    ]
-    assert all(one.nbytes > 2000 and one.last_use > 1e9 for one in found)
-
-
-def test_storage_that_is_not_there_raises(memory_root: Path) -> None:
-    options = {"endpoint_url": "http://127.0.0.1:9", "key": "a", "secret": "b"}
-    with pytest.raises(StorageUnavailable):
-        list_checkpoints(
-            _of(Job("s3://bucket/run", str(memory_root), options)), retry_policy=_IMPATIENT
-        )
+        found = _jobs(memory_root)
+    assert [(one["name"], one["is_live"]) for one in found] == [("live", True), ("dead", False)]
+    assert [[held["name"] for held in one["checkpoints"]] for one in found] == [["step-1"]] * 2
+    assert all(one["bytes"] > 2000 and one["last_use"] > 1e9 for one in found)
 
 
 def test_promoted_checkpoints_are_meant_for_storage(job: Job) -> None:
     with job.writer(persist=False, keep_memory=3) as writer:
         for number in (1, 2, 3):
             save(writer, number)
-        assert promote(_of(job), newest=2) == ["step-3", "step-2"]
-        assert [one.persist for one in list_checkpoints(_of(job))] == [True, True, False]
-        assert promote(_of(job)) == ["step-1"]
-        assert promote(_of(job)) == []
-    assert not list(job.directory.rglob("*.tmp"))
-
-
-def test_promotion_never_brings_back_what_was_replaced_or_evicted_meanwhile(job: Job) -> None:
-    memory = JobMemory(job.memory, job.name or "")
-    with job.writer(persist=False, keep_memory=3) as writer:
-        save(writer, 1, "best")
-        save(writer, 1, "gone")
-        gone, best = memory.checkpoints()
-        save(writer, 2, "best")
-        assert memory.evict(gone)
-        assert not memory.promote(best)
-        assert not memory.promote(gone)
-        assert load_anew(job, "best").number == 2
-        assert [(one.name, one.persist) for one in list_checkpoints(_of(job))] == [("best", False)]
+        assert Shell(job).json("flush", "--all", "--newest", "2")["promoted"] == [
+            "step-3",
+            "step-2",
+        ]
+        assert [one["persist"] for one in Shell(job).listed()] == [True, True, False]
+        assert Shell(job).json("flush", "--all")["promoted"] == ["step-1"]
+        assert Shell(job).json("flush", "--all")["promoted"] == []
     assert not list(job.directory.rglob("*.tmp"))
 
 
@@ -210,10 +169,9 @@ def test_promotion_never_brings_back_what_was_replaced_or_evicted_meanwhile(job:
 )
 def test_ranks_that_saved_alone_have_a_line_each(job: Job) -> None:
     forked_ranks(_save_alone, 2, job)
-    found = list_checkpoints(_of(job))
-    assert sorted((one.name, one.scope, one.state, one.places, one.problem) for one in found) == [
-        ("step-1", f"r{rank}", State.DURABLE, (MEMORY, STORAGE), "") for rank in range(2)
-    ]
+    assert _described(job) == [("step-1", "durable", ["memory", "storage"])] * 2
+    found = Shell(job).listed()
+    assert sorted((one["scope"], one["problem"]) for one in found) == [("r0", ""), ("r1", "")]
 
 
 def _save_alone(job: Job) -> None:
@@ -226,11 +184,3 @@ def _save_alone(job: Job) -> None:
         )
         dist.barrier()
         writer.wait("step-1", timeout=60)
-
-
-def test_listing_needs_no_torch() -> None:
-    check = (
-        "import sys, dcp_mem.operations.inventory, dcp_mem.cli.ls;"
-        " assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", check], check=True)

@@ -5,16 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
-import socket
 import stat
-import struct
 import sys
 import tempfile
-import threading
-import time
 import types
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -39,12 +33,7 @@ from dcp_mem import (
     TrainState,
     every_n_saves,
 )
-from dcp_mem.errors import kind_of
-from dcp_mem.flushing import agent_handle
-from dcp_mem.flushing.agent_handle import AgentHandle, socket_directory
-from dcp_mem.flushing.registration import registration_of
-from dcp_mem.runtime.states import AgentPatience
-from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.jobs import agents, wait_until
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.storage.file_systems import become_nobody, needs_root
 
@@ -53,7 +42,10 @@ from tests.support.storage.file_systems import become_nobody, needs_root
 
 def _no_dicts() -> list[Any]:
     model = nn.Linear(2, 2)
-    return [model, TrainState(model), [("model", model)], model.state_dict, "latest", None]
+    return [model, TrainState(model), [("model", model)], model.state_dict, "latest", 7, None]
+
+
+_KINDS = ("a Linear", "a TrainState", "a list", "a method", "a str", "an int", "None")
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
@@ -62,8 +54,8 @@ def test_a_state_that_is_no_dict_raises_from_each_call_of_a_manager(
 ) -> None:
     options: dict[str, Any] = {"memory_root": memory_root, "job": "job", "on_error": "warn"}
     with CheckpointManager(async_save=is_async, save_interval_steps=5, **options) as manager:
-        for state in _no_dicts():
-            match = rf"state: give a dict such as .*TrainState.*, not {kind_of(state)}$"
+        for state, kind in zip(_no_dicts(), _KINDS, strict=True):
+            match = rf"state: give a dict such as .*TrainState.*, not {kind}$"
             with pytest.raises(ConfigError, match=match):
                 manager.restore(state)
             with pytest.raises(ConfigError, match=match):
@@ -77,15 +69,6 @@ def test_a_state_that_is_no_dict_raises_from_each_call_of_a_manager(
         with pytest.raises(ConfigError, match="step is a dict: give the number"):
             manager.save({"n": 1}, 5)  # type: ignore[arg-type]
         assert manager.latest() == 1
-
-
-def test_a_kind_has_its_article() -> None:
-    assert [kind_of(one) for one in list[object]([1, None, OrderedDict(), ""])] == [
-        "an int",
-        "None",
-        "an OrderedDict",
-        "a str",
-    ]
 
 
 def test_a_state_that_is_no_dict_raises_from_each_function(memory_root: Path) -> None:
@@ -455,20 +438,13 @@ def _stopped_agent(root: str, url: str) -> tuple[list[float], str]:
     with CheckpointManager(url, memory_root=root) as manager:
         manager.save(1, {"x": torch.ones(2)})
         manager.wait(1)
-        agent = _agent_of(root)
-        os.kill(agent, signal.SIGSTOP)
+        (agent,) = agents(root)
+        agent.suspend()
         taken = [manager.save(step, {"x": torch.ones(2)}).seconds for step in range(2, 10)]
         error = raised_by(lambda: manager.wait(9))
-        os.kill(agent, signal.SIGCONT)
+        agent.resume()
         manager.wait(9)
     return taken, str(error)
-
-
-def _agent_of(root: str) -> int:
-    with socket.socket(socket.AF_UNIX) as connection, socket_directory(root) as directory:
-        connection.connect(f"{directory}/socket")
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("3i", peer)[0])
 
 
 def test_a_stopped_agent_holds_up_one_save_and_no_wait_for_ever(
@@ -503,66 +479,18 @@ def test_close_ends_where_the_agent_cannot_read_the_storage_options(
     assert "stays in this node's memory (step-1;" in text
 
 
-def _answers(late: float) -> Callable[..., bytes | None]:
-    return lambda root, message, seconds=0.5: b"+" if seconds > late else None
-
-
-def test_an_agent_that_was_silent_once_is_given_time_again(
-    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registration = registration_of(MemoryStorageWriter(url, memory_root=memory_root).settings)
-    handle = AgentHandle(str(memory_root))
-    monkeypatch.setattr(agent_handle, "send", _answers(late=1.0))
-    assert handle.wake(registration)
-    monkeypatch.setattr(agent_handle, "send", _answers(late=0.04))
-    assert not all(handle.wake(registration) for _ in range(10))
-
-
-def _full_beside_a_slow_agent(root: str, url: str) -> str:
-    options: dict[str, Any] = {"memory_limit": "8MiB", "on_slow_storage": "all", "keep_memory": 1}
-    state = {"x": torch.ones(1 << 19)}
-    with CheckpointManager(url, memory_root=root, on_error="raise", **options) as manager:
-        manager.save(0, state)
-        manager.wait(0)
-        agent = _agent_of(root)
-        os.kill(agent, signal.SIGSTOP)
-        answers = iter([None])
-        slow = _answers(late=0.04)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agent_handle, "send", lambda *given: next(answers, slow(*given)))
-            threading.Timer(4, os.kill, (agent, signal.SIGCONT)).start()
-            return str(raised_by(lambda: [manager.save(step, state) for step in range(1, 4)]))
-
-
-def test_a_save_waits_for_room_beside_an_agent_that_answers_late(
-    memory_root: Path, url: Path
-) -> None:
-    env = {"DCP_MEM_TIMEOUT": "1"}
-    assert forked(_full_beside_a_slow_agent, str(memory_root), str(url), env=env) == "None"
-
-
-def test_an_agent_is_given_up_after_some_tries_however_long_they_take(
-    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = MemoryStorageWriter(url, memory_root=memory_root).settings
-    now = iter(range(0, 10**6, 1000))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
-    patience = AgentPatience(settings, lambda _: "is gone")
-    assert [patience.ended_by() for _ in range(6)] == [""] * 5 + ["is gone"]
-
-
 def _briefly_silent(root: str, url: str) -> list[str]:
     lines: list[str] = []
     logging.getLogger("dcp_mem").addHandler(_Collecting(lines))
     manager = CheckpointManager(url, memory_root=root)
     manager.save(1, {"x": torch.ones(2)})
     manager.wait(1)
-    agent = _agent_of(root)
-    os.kill(agent, signal.SIGSTOP)
+    (agent,) = agents(root)
+    agent.suspend()
     manager.save(2, {"x": torch.ones(2)})
     assert lines == []  # it may only be busy
     raised_by(lambda: manager.wait(2, timeout=5))
-    os.kill(agent, signal.SIGCONT)
+    agent.resume()
     manager.close()
     return lines
 

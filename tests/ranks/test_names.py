@@ -10,8 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_mem
-from dcp_mem import ConfigError
-from dcp_mem.config import checkpoint_name
+from dcp_mem import ConfigError, MemoryStorageWriter
 from tests.support.checkpoints.jobs import Job, load, make_state, number_of
 from tests.support.checkpoints.plans import SAVES
 from tests.support.checkpoints.roundtrip import Places
@@ -25,13 +24,21 @@ def test_a_name_is_a_name_wherever_the_process_runs(
     below.mkdir(parents=True)
     for directory in (tmp_path, root, below):
         monkeypatch.chdir(directory)
-        assert checkpoint_name(str(root), "step-1") == "step-1"
-        for absolute in (f"{root}/step-1", f"{below}/../step-1/", f"file://{root}/step-1"):
-            assert checkpoint_name(str(root), absolute) == "step-1"
-        assert checkpoint_name("s3://bucket/run", "s3://bucket/run/step-1") == "step-1"
+        absolute = f"{root}/step-1", f"{below}/../step-1/", f"file://{root}/step-1"
+        for given in ("step-1", *absolute):
+            assert _named(str(root), given) == "step-1"
+        assert _named("s3://bucket/run", "s3://bucket/run/step-1") == "step-1"
         for wrong in ("run/step-1", "./step-1", f"{below}/step-1", "s3://other/run/step-1"):
             with pytest.raises(ConfigError, match="is no name under"):
-                checkpoint_name(str(root), wrong)
+                dcp_mem.delete(root, wrong)
+
+
+def _named(root: str, given: str) -> object:
+    """The name that a save under this checkpoint id has."""
+    writer = MemoryStorageWriter(root)
+    writer.reset(given)
+    told = writer.storage_meta()
+    return None if told is None else told.checkpoint_id
 
 
 def _save_and_load_from(directory: Path, job: Job, road: str) -> tuple[int, int]:

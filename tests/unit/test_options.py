@@ -76,5 +76,12 @@ def test_a_repr_names_root_job_and_newest_checkpoint(memory_root: Path) -> None:
         )
         manager.save(3, {"n": 1})
         assert "job job, newest step-3>" in repr(manager)
-    reader = MemoryStorageReader("s3://bucket/run", job="job", memory_root=memory_root)
-    assert repr(reader) == "<MemoryStorageReader s3://bucket/run, job job>"
+    reader = MemoryStorageReader("s3://bucket/run", job="absent", memory_root=memory_root)
+    assert repr(reader) == "<MemoryStorageReader s3://bucket/run, job absent>"
+    with MemoryStorageReader(job="job", memory_root=memory_root) as reader:
+        assert repr(reader) == "<MemoryStorageReader memory only, job job, newest step-3>"
+        dcp_mem.load({"n": 0}, storage_reader=reader)
+        assert repr(reader) == (
+            "<MemoryStorageReader memory only, job job, newest step-3, "
+            "loaded step-3 (step 3) from memory>"
+        )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -147,6 +148,15 @@ def save_one(job: Job) -> None:
     """Save step-1; closing the writer flushes it."""
     with job.writer(agent="thread") as writer:
         save(writer, 1)
+
+
+def save_unflushed(job: Job, *numbers: int, keep_memory: int = 2) -> None:
+    """Save step-1, or those steps, for storage, and tell no agent of it."""
+    with patch.object(session.Session, "wake_agent", lambda *_, **__: None):
+        writer = job.writer(keep_memory=keep_memory)
+        for number in numbers or (1,):
+            save(writer, number)
+        writer.close(flush=False)
 
 
 def save_two(job: Job, agent: str = "thread") -> None:
