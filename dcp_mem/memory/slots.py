@@ -120,11 +120,11 @@ class SlotPool:
                 files.remove(os.path.join(self._directory, free))
             return True
 
-    def unlink(self, slot: Slot, path: str) -> None:
-        """Take back a name that `link` has given; with its last name the slot becomes free."""
+    def unlink(self, slot: Slot) -> None:
+        """Take back a sealed slot's newest name; with its last one it becomes free."""
         with self._guard:
-            if files.lies_at(path, slot.inode):
-                retire(path, self._directory)
+            if files.lies_at(slot.path, slot.inode):
+                retire(slot.path, self._directory)
 
     def hold(self, slot: Slot, claims: int) -> Callable[[], None] | None:
         """Keep a sealed slot from being claimed in this process.
@@ -179,7 +179,7 @@ class SlotPool:
                 # In turn: another rank may be about to publish, and looks for it in a turn, too.
                 with contextlib.suppress(FileNotFoundError), in_turn(directory):
                     if not is_listed(slot.path):
-                        self.unlink(slot, slot.path)
+                        self.unlink(slot)
 
     def prefault(
         self,

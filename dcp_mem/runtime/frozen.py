@@ -225,7 +225,6 @@ class FilledFrozen:
     # ends the hold on a slot that is a segment of earlier checkpoints already; None for another one
     end_hold: Callable[[], None] | None = None
     sealed: Segment | None = None
-    path: str = ""
 
     def seal(self, memory: JobMemory, rank: int, save_id: str, name: str) -> None:
         """Make a segment of this save of the slot; a shared one gets a link.
@@ -243,7 +242,6 @@ class FilledFrozen:
                 raise DcpMemError(f"the segment of frozen tensors that {name} was to share is gone")
 
         memory.add_segment(name, add)
-        self.path = path
         self.sealed = Segment(
             rank=number,
             node=memory.node,
@@ -257,8 +255,8 @@ class FilledFrozen:
         if self.end_hold is None:
             self.slots.abandon(self.segment.slot)
             return
-        if self.path:
-            self.slots.unlink(self.segment.slot, self.path)
+        if self.sealed is not None:
+            self.slots.unlink(self.segment.slot)
         self.end_hold()
 
     def share(self) -> None:

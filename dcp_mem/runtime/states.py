@@ -54,7 +54,10 @@ Returns why there is no agent that answers, as `AgentHandle.wake`; "" where ther
 
 def status(settings: Settings) -> list[CheckpointStatus]:
     """Return every known checkpoint of the job on this node, newest first."""
-    memory = JobMemory(settings.memory_root, settings.job)
+    return _status(JobMemory(settings.memory_root, settings.job))
+
+
+def _status(memory: JobMemory) -> list[CheckpointStatus]:
     present = [status_of(checkpoint) for checkpoint in memory.checkpoints()]
     known = {entry.save_id for entry in present}
     past = [_of_history(row) for row in memory.history.rows() if row.save_id not in known]
@@ -116,12 +119,13 @@ def wait(
     is_never_durable = settings.url is None or (name is None and settings.persist.is_never)
     if wanted is State.DURABLE and is_never_durable:
         raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
-    refusals = _Refusals(settings, wake)
+    memory = JobMemory(settings.memory_root, settings.job)
+    refusals = _Refusals(memory, wake)
     waiting = _Wait(
         settings=settings,
         what=f"{name or 'the newest checkpoint'} is not {wanted.value} yet",
-        is_over=lambda: _has_reached(settings, name, wanted, refusals),
-        awaited=lambda: _candidates(settings, name, wanted)[:1],
+        is_over=lambda: _has_reached(memory, name, wanted, refusals),
+        awaited=lambda: _candidates(memory, name, wanted)[:1],
         wake=wake,
         show=show,
         state=wanted,
@@ -168,7 +172,8 @@ def wait_for_all(
     that were to stay in memory. Other nodes may not have been told, so these are given up where
     they fail for longer than ranks wait for each other. Raises FlushFailed, WaitTimeout.
     """
-    refusals, patience_ends = _Refusals(settings, wake), time.monotonic() + exchange_timeout()
+    memory = JobMemory(settings.memory_root, settings.job)
+    refusals, patience_ends = _Refusals(memory, wake), time.monotonic() + exchange_timeout()
 
     def is_given_up(checkpoint: LocalCheckpoint) -> bool:
         has_failed = checkpoint.flush.outcome == Outcome.FAILED
@@ -176,7 +181,6 @@ def wait_for_all(
         return (is_late and checkpoint.manifest.save_id in promoted) or refusals.counts(checkpoint)
 
     def is_over() -> bool:
-        memory = JobMemory(settings.memory_root, settings.job)
         pending = [checkpoint for checkpoint in memory.checkpoints() if checkpoint.pending]
         given_up = [checkpoint for checkpoint in pending if is_given_up(checkpoint)]
         if given_up and len(given_up) == len(pending):
@@ -188,7 +192,7 @@ def wait_for_all(
         settings=settings,
         what="not all is flushed",
         is_over=is_over,
-        awaited=lambda: [entry for entry in status(settings) if entry.persist],
+        awaited=lambda: [entry for entry in _status(memory) if entry.persist],
         wake=wake,
         show=show,
     )
@@ -258,11 +262,11 @@ class AgentPatience:
 class _Refusals:
     """The refusals that a wait counts: of attempts that may know what the user has mended."""
 
-    def __init__(self, settings: Settings, wake: Wake) -> None:
+    def __init__(self, memory: JobMemory, wake: Wake) -> None:
         self._wake = wake
         self._known = {
             one.manifest.save_id: _attempts_begun(one)
-            for one in JobMemory(settings.memory_root, settings.job).checkpoints()
+            for one in memory.checkpoints()
             if one.flush.outcome == Outcome.REFUSED or _is_tried_again(one)
         }
         self._unsure = set(self._known)
@@ -301,40 +305,43 @@ def _is_under_way(checkpoint: LocalCheckpoint) -> bool:
         return False
 
 
-def _has_reached(settings: Settings, name: str | None, wanted: State, refusals: _Refusals) -> bool:
+def _has_reached(memory: JobMemory, name: str | None, wanted: State, refusals: _Refusals) -> bool:
     """Tell whether the checkpoint has reached the state; raise if it never will."""
-    candidates = _candidates(settings, name, wanted)
+    candidates = _candidates(memory, name, wanted)
     if not candidates:
         if name is None:
             return True  # nothing was saved that would get there
-        where = f"job {settings.job}, which has never saved it on this node"
-        raise CheckpointNotFound(name, where, [entry.name for entry in status(settings)], [])
+        where = f"job {memory.job}, which has never saved it on this node"
+        raise CheckpointNotFound(name, where, [entry.name for entry in _status(memory)], [])
     newest = candidates[0]
     if wanted is State.REPLICATED:
         return _is_replicated(newest)
     if wanted is State.COMPLETE or newest.state is State.DURABLE:
         if newest.state is State.SKIPPED and not newest.in_memory:
             raise _flush_failed(newest)
-        return wanted is State.COMPLETE or not _is_pending_beside(settings, newest, refusals)
+        return wanted is State.COMPLETE or not _is_pending_beside(memory, newest, refusals)
     if newest.state is State.SKIPPED or (not newest.in_memory and newest.persist):
         raise _flush_failed(newest)
     if not newest.persist:
         raise FlushFailed(newest.name, "it is not meant for storage: persist= chose other saves")
     # Looked at again: what memory says may be newer than the status.
-    for checkpoint in JobMemory(settings.memory_root, settings.job).checkpoints():
+    for checkpoint in memory.checkpoints():
         is_same_save = checkpoint.manifest.save_id == newest.save_id
         if is_same_save and refusals.counts(checkpoint):
             raise FlushFailed(checkpoint.name, checkpoint.flush.error)
     return False
 
 
-def _is_pending_beside(settings: Settings, entry: CheckpointStatus, refusals: _Refusals) -> bool:
+def _is_pending_beside(memory: JobMemory, entry: CheckpointStatus, refusals: _Refusals) -> bool:
     """Tell whether others of the same name await their flush: ranks that save alone have one each.
 
     Raises FlushFailed where storage refuses one of them.
     """
-    namesakes = JobMemory(settings.memory_root, settings.job).find(entry.name)
-    pending = [one for one in namesakes if one.pending and one.manifest.save_id != entry.save_id]
+    pending = [
+        one
+        for one in memory.find(entry.name)
+        if one.pending and one.manifest.save_id != entry.save_id
+    ]
     for checkpoint in pending:
         if refusals.counts(checkpoint):
             raise FlushFailed(checkpoint.name, checkpoint.flush.error)
@@ -352,11 +359,11 @@ def _flush_failed(entry: CheckpointStatus) -> FlushFailed:
     return FlushFailed(entry.name, entry.error or "it left memory before it was durable")
 
 
-def _candidates(settings: Settings, name: str | None, wanted: State) -> list[CheckpointStatus]:
+def _candidates(memory: JobMemory, name: str | None, wanted: State) -> list[CheckpointStatus]:
     """Return the checkpoints that a wait may be for, newest first."""
     return [
         entry
-        for entry in status(settings)
+        for entry in _status(memory)
         if entry.name == name or (name is None and (entry.persist or wanted is not State.DURABLE))
     ]
 

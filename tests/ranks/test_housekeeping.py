@@ -1,5 +1,6 @@
 """Memory of jobs that have ended is found and freed; after close only kept checkpoints stay."""
 
+import fcntl
 import os
 import re
 from dataclasses import dataclass
@@ -10,14 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem import JobInUse, MemoryRootRefused, Reclaimed, reclaim
-from dcp_mem.common.files import allocated_bytes
 from dcp_mem.format import names
 from dcp_mem.memory import checksumming
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.locks import try_lease
-from dcp_mem.policy.retention import keep_last
-from dcp_mem.saving.retention import apply_retention
-from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
+from tests.support.checkpoints.held import names_in, segments_in
+from tests.support.checkpoints.jobs import Job, load_anew, occupied, save, wait_until
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 
 
@@ -36,10 +34,10 @@ def _reclaim(memory: str, force: bool) -> list[Reclaimed]:
 
 def test_dead_job_is_found_and_given_back(memory_job: Job) -> None:
     forked(_save_and_end, memory_job, False)
-    occupied = allocated_bytes(str(memory_job.directory))
-    assert reclaim(memory_job.memory, dry_run=True) == [Reclaimed("job", occupied)]
+    nbytes = occupied(memory_job.directory)
+    assert reclaim(memory_job.memory, dry_run=True) == [Reclaimed("job", nbytes)]
     assert memory_job.directory.is_dir()
-    assert reclaim(memory_job.memory) == [Reclaimed("job", occupied)]
+    assert reclaim(memory_job.memory) == [Reclaimed("job", nbytes)]
     assert not memory_job.directory.exists()
     assert reclaim(memory_job.memory) == []
 
@@ -119,15 +117,11 @@ def test_close_leaves_what_is_kept_and_nothing_else(memory_root: Path, tmp_path:
             save(writer, number)
             # Without this wait a checkpoint in its flush would be kept in place of another.
             writer.wait(timeout=30)
-    memory = JobMemory(job.memory, "job")
-    assert [held.name for held in memory.checkpoints()] == ["step-5", "step-4"]
-    assert os.listdir(memory.slots) == []
-    segments = sum(
-        os.stat(held.segment_path(s.file)).st_blocks * 512
-        for held in memory.checkpoints()
-        for s in held.manifest.segments
-    )
-    assert allocated_bytes(memory.directory) < segments + (256 << 10)
+    assert names_in(job.directory) == ["step-5", "step-4"]
+    assert os.listdir(job.directory / ".slots") == []
+    segments = [path for step in (4, 5) for path in segments_in(job.directory / f"step-{step}")]
+    nbytes = sum(path.stat().st_blocks * 512 for path in segments)
+    assert occupied(job.directory) < nbytes + (256 << 10)
 
 
 def _save_here(job: Job) -> str:
@@ -222,22 +216,25 @@ def _save_three(job: Job) -> None:
         save(writer, number)
 
 
+def _save_one_more(job: Job, number: int) -> None:
+    save(job.writer(keep_memory=2, persist=False), number)
+
+
 @pytest.mark.parametrize("held", ["read", "taken out"])
 def test_a_checkpoint_that_another_rank_takes_out_of_memory_costs_no_newer_one(
     memory_job: Job, held: str
 ) -> None:
     """One that is read counts as one of those that are kept."""
     forked(_save_three, memory_job)
-    memory = JobMemory(str(memory_job.memory), str(memory_job.name))
-    oldest = memory.checkpoints()[-1]
-    descriptor = os.open(oldest.manifest_path, os.O_RDONLY)
-    assert try_lease(descriptor, exclusive=held == "taken out")
-    apply_retention(memory, "", keep_last(2), gets_copies=False, persists_all=False)
+    oldest = memory_job.directory / "step-1" / ".dcp_mem" / "manifest.json"
+    descriptor = os.open(oldest, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH if held == "read" else fcntl.LOCK_EX)
+    forked(_save_one_more, memory_job, 4)
     os.close(descriptor)
-    left = ["step-3", "step-1"] if held == "read" else ["step-3", "step-2", "step-1"]
-    assert [one.name for one in memory.checkpoints()] == left
-    apply_retention(memory, "", keep_last(2), gets_copies=False, persists_all=False)
-    assert [one.name for one in memory.checkpoints()] == left[:2]
+    left = ["step-4", "step-1"] if held == "read" else ["step-4", "step-3", "step-1"]
+    assert names_in(memory_job.directory) == left
+    forked(_save_one_more, memory_job, 5)
+    assert names_in(memory_job.directory) == ["step-5", "step-4"]
 
 
 @dataclass(frozen=True)
@@ -274,7 +271,7 @@ def test_memory_of_a_killed_job_is_found_and_all_of_it_freed(
     memory_root: Path, tmp_path: Path
 ) -> None:
     job = Job(None, str(memory_root))
-    before = allocated_bytes(str(memory_root))
+    before = occupied(memory_root)
     with forking(_save_and_stay, 2, job, tmp_path) as ranks:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
         assert reclaim(memory_root) == []
@@ -284,7 +281,7 @@ def test_memory_of_a_killed_job_is_found_and_all_of_it_freed(
     (found,) = reclaim(memory_root)
     assert (found.job, found.kept) == ("job", "")
     assert found.nbytes > 2 << 20
-    assert allocated_bytes(str(memory_root)) <= before + 4096  # what names the node
+    assert occupied(memory_root) <= before + 4096  # what names the node
 
 
 def test_files_of_others_in_the_memory_root_are_left_alone(memory_root: Path) -> None:

@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 import dcp_mem
 from dcp_mem import MemoryStorageWriter, NoRecoverableCheckpoint, State
 from dcp_mem.common.gc_pause import collector_paused
-from dcp_mem.format.frames import Specs
 from dcp_mem.memory.locks import RunIdentity
 from dcp_mem.memory.root import private_directory
 from dcp_mem.memory.slots import SlotPool
-from dcp_mem.runtime.layouts import Layouts
 from dcp_mem.runtime.session import (
     Session,
     close_session,
@@ -339,19 +337,6 @@ def test_a_slot_that_another_thread_writes_to_stays_though_its_file_is_deleted(
     assert pool.free_count() == 0
     assert slot.descriptor < 0
     pool.close()
-
-
-def test_threads_learn_layouts_at_once() -> None:
-    layouts = Layouts()
-
-    def look(first: int) -> None:
-        for number in range(first, first + 60):
-            expected = Specs([torch.float32], [torch.Size([number % 12])])
-            found = layouts.of(expected)
-            assert found.expected == expected
-            layouts.learn(expected, list(expected))
-
-    _at_once(lambda: look(0), lambda: look(3), lambda: look(6))
 
 
 def test_the_collector_is_paused_until_the_last_thread_lets_it_go_on() -> None:
