@@ -34,16 +34,14 @@ from dcp_mem.format.manifest import ItemTable
 from dcp_mem.loading.sources.stored import StorageSource
 from dcp_mem.memory.root import node_id
 from dcp_mem.operations.contents import contents_of, local_checkpoint_of
-from dcp_mem.operations.reading import Reading, open_reading
+from dcp_mem.operations.reading import open_reading
 from dcp_mem.operations.safetensors_file import (
-    DTYPES,
     SHARD_NBYTES,
-    Shape,
+    chosen_tensors,
     create_file,
-    cut_into_shards,
     index_json,
     reserve,
-    shard_file,
+    shard_files,
 )
 from dcp_mem.operations.streams import OpenStreams
 from dcp_mem.operations.verify import Observer
@@ -260,18 +258,22 @@ def export_safetensors(
     """Write a directory of safetensors files and their index for Hugging Face; tensors only. Only
     tensors whose names begin with the prefix are written; the names lose it. The index is last.
     """
+
+    def without_prefix(name: str) -> str | None:
+        return name.removeprefix(prefix) or None if name.startswith(prefix) else None
+
     if os.path.isdir(target) and os.listdir(target):
         raise ConfigError(f"{target} is not empty: give another directory")
     with open_reading(settings, checkpoint.name, checkpoint.save_id) as reading:
-        tensors = _tensors_of(reading, checkpoint.name, prefix)
-        sizes = {name: shape.nbytes for name, shape in tensors.items()}
-        shards = list(cut_into_shards(sizes, SHARD_NBYTES))
+        tensors = chosen_tensors(reading.entries, without_prefix)
+        if not tensors:
+            raise ConfigError(f"{checkpoint.name} has no tensor whose name begins with {prefix!r}")
+        sizes = {name: one.made.nbytes for name, one in tensors.items()}
         os.makedirs(target, exist_ok=True)
         files, weight_map = [], dict[str, str]()
-        for number, of_shard in enumerate(shards, 1):
-            file = shard_file("model", number, len(shards))
+        for file, of_shard in shard_files(sizes, SHARD_NBYTES, "model").items():
             with _new_file(os.path.join(target, file)) as path:
-                made = create_file(path, {name: tensors[name] for name in of_shard})
+                made = create_file(path, {name: tensors[name].made for name in of_shard})
                 reading.load({prefix + name: tensor for name, tensor in made.items()})
             weight_map.update(dict.fromkeys(of_shard, file))
             files.append(os.path.join(target, file))
@@ -280,21 +282,6 @@ def export_safetensors(
     with _new_file(files[-1]) as path, open(path, "wb") as stream:
         stream.write(index_json(weight_map, total))
     return Exported(target, tuple(files), total)
-
-
-def _tensors_of(reading: Reading, checkpoint: str, prefix: str) -> dict[str, Shape]:
-    """Return the tensors whose names begin with the prefix, without it."""
-    tensors = {
-        name.removeprefix(prefix): Shape(entry.properties.dtype, entry.size)
-        for name, entry in reading.entries
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix) and name != prefix
-    }
-    if not tensors:
-        raise ConfigError(f"{checkpoint} has no tensor whose name begins with {prefix!r}")
-    for name, shape in tensors.items():
-        if shape.dtype not in DTYPES:
-            raise ConfigError(f"{prefix}{name} is {shape.dtype}, which safetensors don't have")
-    return tensors
 
 
 def export_files(

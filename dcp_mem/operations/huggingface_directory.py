@@ -19,8 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,12 @@ from dcp_mem.format.checksums import checksum
 from dcp_mem.memory.exports import ExportRecord
 from dcp_mem.operations.reading import Reading, open_reading
 from dcp_mem.operations.safetensors_file import (
-    DTYPES,
+    Chosen,
     FileLayout,
-    Shape,
-    cut_into_shards,
+    chosen_tensors,
     index_json,
     layout_of,
-    shard_file,
+    shard_files,
     tensors_in,
 )
 from dcp_mem.storage import Storage, part_count
@@ -59,16 +57,6 @@ _MOST_ENTRIES = 8
 
 Wait = Callable[[int], None]
 """Waits while a flush is under way, and until so many bytes may be sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor of the checkpoint, and what it is in the export."""
-
-    source: str
-    stored: Shape
-    name: str
-    made: Shape
 
 
 def make_directory(
@@ -100,7 +88,7 @@ def make_directory(
         wait(0)
         for path in export.files:
             storage.put(f"{place.prefix}/{os.path.basename(path)}", Path(path).read_bytes())
-        weight_map = _put_shards(place, reading, checkpoint, tensors, export.shard_nbytes, wait)
+        weight_map = _put_shards(place, reading, tensors, export.shard_nbytes, wait)
     faults.point("export.shards")
     nbytes = sum(one.made.nbytes for one in tensors.values())
     facts = {
@@ -133,39 +121,32 @@ def _token(save_id: str, export: HuggingFaceExport) -> str:
 # -- what is exported ------------------------------------------------------------------------------
 
 
-def _tensors(reading: Reading, checkpoint: str, export: HuggingFaceExport) -> dict[str, _Tensor]:
+def _tensors(reading: Reading, checkpoint: str, export: HuggingFaceExport) -> dict[str, Chosen]:
     """Return the tensors to export, by their new names. Raises ConfigError."""
     prefix, names = f"{export.part}." if export.part else "", export.names or {}
-    found: dict[str, _Tensor] = {}
-    for source, entry in reading.entries:
-        if not isinstance(entry, TensorStorageMetadata) or not source.startswith(prefix):
-            continue
+
+    def named(source: str) -> str | None:
+        if not source.startswith(prefix):
+            return None
         short = source.removeprefix(prefix)
         name: object = names(short) if callable(names) else names.get(short, short)
-        if name is None:
-            continue
-        if not isinstance(name, str) or not name:
+        if name is not None and (not isinstance(name, str) or not name):
             raise ConfigError(f"names: {source} is to become {name!r}; give a text or None")
-        if name in found:
-            raise ConfigError(f"names: {source} and {found[name].source} both become {name}")
-        stored = Shape(entry.properties.dtype, entry.size)
-        made = Shape(_converted(stored.dtype, export.dtype), entry.size)
-        if made.dtype not in DTYPES:
-            raise ConfigError(f"{source} is {made.dtype}, which safetensors don't have")
-        found[name] = _Tensor(source, stored, name, made)
-    if not found:
+        return name
+
+    def converted(dtype: torch.dtype) -> torch.dtype:
+        if export.dtype is None or str(dtype).removeprefix("torch.") not in CONVERTIBLE:
+            return dtype
+        found: torch.dtype = getattr(torch, export.dtype)
+        return found
+
+    tensors = chosen_tensors(reading.entries, named, converted)
+    if not tensors:
         raise ConfigError(
             f"{checkpoint} has no tensor below part={export.part!r}; it has "
             f"{_entries(reading) or 'none at all'}"
         )
-    return found
-
-
-def _converted(dtype: torch.dtype, wanted: str | None) -> torch.dtype:
-    if wanted is None or str(dtype).removeprefix("torch.") not in CONVERTIBLE:
-        return dtype
-    found: torch.dtype = getattr(torch, wanted)
-    return found
+    return tensors
 
 
 def _entries(reading: Reading) -> str:
@@ -181,8 +162,7 @@ def _entries(reading: Reading) -> str:
 def _put_shards(
     place: _Place,
     reading: Reading,
-    checkpoint: ExportRecord,
-    tensors: Mapping[str, _Tensor],
+    tensors: Mapping[str, Chosen],
     shard_nbytes: int,
     wait: Wait,
 ) -> dict[str, str]:
@@ -190,57 +170,54 @@ def _put_shards(
     the longest file, takes one shard after the other.
     """
     sizes = {name: one.made.nbytes for name, one in tensors.items()}
-    shards = list(cut_into_shards(sizes, shard_nbytes))
-    shapes = [{name: tensors[name].made for name in shard} for shard in shards]
+    files = shard_files(sizes, shard_nbytes, place.stem)
+    shapes = [{name: tensors[name].made for name in shard} for shard in files.values()]
     layouts = [layout_of(shape) for shape in shapes]
-    names = [shard_file(place.stem, number, len(shards)) for number in range(1, len(shards) + 1)]
     there = place.sizes()
     buffer = torch.empty(0, dtype=torch.uint8)
-    for file, shape, layout in zip(names, shapes, layouts, strict=True):
+    for file, shape, layout in zip(files, shapes, layouts, strict=True):
         if there.get(file) == layout.nbytes:
             continue
         if not len(buffer):
             buffer = torch.empty(max(one.nbytes for one in layouts), dtype=torch.uint8)
-        _fill(buffer, layout, shape, reading, checkpoint, [tensors[name] for name in shape], wait)
+        _fill(buffer, layout, reading, {name: tensors[name] for name in shape}, wait)
         _put(place.storage, f"{place.prefix}/{file}", buffer[: layout.nbytes], wait)
         faults.point("export.shard")
-    return {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    return {name: file for file, shard in files.items() for name in shard}
 
 
 def _fill(
     buffer: torch.Tensor,
     layout: FileLayout,
-    shapes: Mapping[str, Shape],
     reading: Reading,
-    checkpoint: ExportRecord,
-    tensors: Sequence[_Tensor],
+    tensors: Mapping[str, Chosen],
     wait: Wait,
 ) -> None:
     """Read a shard's tensors into the buffer: straight, or through others where they convert."""
     buffer[: len(layout.head)] = torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
-    made = tensors_in(buffer, layout, shapes)
+    made = tensors_in(buffer, layout, {name: one.made for name, one in tensors.items()})
     for batch in _batches(tensors):
         wait(0)
         read = {
-            one.source: made[one.name]
+            one.source: made[name]
             if one.stored == one.made
             else torch.empty(one.stored.size, dtype=one.stored.dtype)
-            for one in batch
+            for name, one in batch.items()
         }
         reading.load(dict(read))
-        for one in batch:
+        for name, one in batch.items():
             if one.stored != one.made:
-                made[one.name].copy_(read.pop(one.source))
+                made[name].copy_(read.pop(one.source))
 
 
-def _batches(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
+def _batches(tensors: Mapping[str, Chosen]) -> Iterator[dict[str, Chosen]]:
     """Yield the tensors, as many at once as may be read without a pause for flushes."""
-    batch, nbytes = list[_Tensor](), 0
-    for one in tensors:
+    batch, nbytes = dict[str, Chosen](), 0
+    for name, one in tensors.items():
         if batch and nbytes + one.stored.nbytes > _READ_NBYTES:
             yield batch
-            batch, nbytes = [], 0
-        batch.append(one)
+            batch, nbytes = {}, 0
+        batch[name] = one
         nbytes += one.stored.nbytes
     yield batch
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_mem.errors import ConfigError
 
 _ALIGNMENT = 8
 SHARD_NBYTES = 5_000_000_000
@@ -57,18 +60,54 @@ class FileLayout:
     nbytes: int
 
 
-def cut_into_shards(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Yield the tensors' names in order, cut where a file would have more than `most` bytes. A
-    larger tensor has a file of its own.
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A tensor of a checkpoint that is written, and what it is in the file."""
+
+    source: str
+    stored: Shape
+    made: Shape
+
+
+def chosen_tensors(
+    entries: Iterable[tuple[str, object]],
+    named: Callable[[str], str | None],
+    converted: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+) -> dict[str, Chosen]:
+    """Return the tensors to write by their new names; `named` gives None for one to leave out.
+
+    Raises ConfigError.
     """
-    shard, nbytes = list[str](), 0
+    found: dict[str, Chosen] = {}
+    for source, entry in entries:
+        if not isinstance(entry, TensorStorageMetadata) or (name := named(source)) is None:
+            continue
+        if name in found:
+            raise ConfigError(f"names: {source} and {found[name].source} both become {name}")
+        dtype = entry.properties.dtype
+        made = Shape(converted(dtype), entry.size)
+        if made.dtype not in DTYPES:
+            raise ConfigError(f"{source} is {made.dtype}, which safetensors don't have")
+        found[name] = Chosen(source, Shape(dtype, entry.size), made)
+    return found
+
+
+def shard_files(sizes: Mapping[str, int], most: int, stem: str) -> dict[str, list[str]]:
+    """Return the tensors of each file, by its name: in order, cut where a file would have more than
+    `most` bytes. A larger tensor has a file of its own.
+    """
+    shards, nbytes = list[list[str]]([[]]), 0
     for name in sorted(sizes):
-        if shard and nbytes + sizes[name] > most:
-            yield shard
-            shard, nbytes = [], 0
-        shard.append(name)
+        if shards[-1] and nbytes + sizes[name] > most:
+            shards.append([])
+            nbytes = 0
+        shards[-1].append(name)
         nbytes += sizes[name]
-    yield shard
+    count = len(shards)
+    return {
+        f"{stem}-{number:05}-of-{count:05}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
+    }
 
 
 def layout_of(tensors: Mapping[str, Shape]) -> FileLayout:
@@ -115,10 +154,6 @@ def reserve(path: str) -> None:
     """Have a file get all its blocks: a store to a mapped page that has none kills the process."""
     with open(path, "r+b") as stream:
         os.posix_fallocate(stream.fileno(), 0, os.path.getsize(path))
-
-
-def shard_file(stem: str, number: int, count: int) -> str:
-    return f"{stem}-{number:05}-of-{count:05}.safetensors"
 
 
 def index_json(weight_map: Mapping[str, str], nbytes: int, **facts: Any) -> bytes:

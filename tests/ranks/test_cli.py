@@ -39,11 +39,11 @@ from tests.support.checkpoints.jobs import (
     wait_until,
 )
 from tests.support.checkpoints.roundtrip import assert_same, random_tensor
-from tests.support.command import COMMAND, Shell, options_for
 from tests.support.command import command as run
 from tests.support.processes import faults
 from tests.support.processes.forks import forked, forked_ranks, forking
 from tests.support.processes.launch import running_python
+from tests.support.shell import COMMAND, Shell, options_for
 from tests.support.storage.servers import StorageRoot
 
 _POSIX = "dcp_mem.storage.posix.PosixStorage"

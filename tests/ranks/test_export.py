@@ -18,7 +18,7 @@ from dcp_mem.operations import export
 from dcp_mem.operations.reading import Reading
 from dcp_mem.storage.posix_upload import PosixUpload
 from tests.support.checkpoints.jobs import Job
-from tests.support.command import Shell
+from tests.support.shell import Shell
 from tests.support.storage.file_systems import mounted_tmpfs
 
 NUMBERS = 400_000

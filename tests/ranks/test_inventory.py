@@ -18,8 +18,9 @@ from tests.support.checkpoints.jobs import (
     save_in_two_places,
     save_one,
 )
-from tests.support.command import Shell, command
+from tests.support.command import command
 from tests.support.processes.forks import forked_ranks
+from tests.support.shell import Shell
 from tests.support.storage.servers import StorageRoot
 
 

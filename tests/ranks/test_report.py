@@ -25,8 +25,8 @@ from tests.support.checkpoints.jobs import (
     save_unflushed,
     wait_until,
 )
-from tests.support.command import Shell
 from tests.support.processes.forks import forked, killed_ranks
+from tests.support.shell import Shell
 
 HISTORY = "checkpointHistories.csv"
 HOSTILE = (

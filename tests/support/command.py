@@ -2,23 +2,13 @@
 
 result = command("export", url, "step-1", "out")
 assert result.exit_code == 0, result.output
-subprocess.run([*COMMAND, "ls", url])
-Shell(job).json("show", "step-1")["tensors"]
 """
 
-import json
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
 
 from click.testing import CliRunner, Result
 
 from tests.support.checkpoints.jobs import Job
-
-COMMAND = (sys.executable, "-m", "dcp_mem.cli.main")
-"""The command, for a process of its own."""
 
 
 def command(*arguments: str, stdin: str | None = None) -> Result:
@@ -31,36 +21,3 @@ def reject(job: Job, name: str, why: str = "nan") -> None:
     """Reject a checkpoint by the command line, in memory and on storage."""
     result = command("reject", job.url or "-", name, "--why", why, *job.arguments)
     assert result.exit_code == 0, result.output
-
-
-@dataclass(frozen=True)
-class Shell:
-    """Runs the command for one job."""
-
-    job: Job
-
-    def run(self, name: str, *arguments: str, stdin: str | None = None) -> Result:
-        root = [self.job.url] if self.job.url else []
-        return command(name, *root, *arguments, *self.places(), stdin=stdin)
-
-    def json(self, name: str, *arguments: str, code: int = 0) -> Any:
-        """What the command answers to programs."""
-        result = self.run(name, *arguments, "--json")
-        assert result.exit_code == code, result.output
-        return json.loads(result.stdout)
-
-    def listed(self, code: int = 0) -> list[dict[str, Any]]:
-        """The job's checkpoints, as `ls` has them."""
-        found: list[dict[str, Any]] = self.json("ls", code=code)["checkpoints"]
-        return found
-
-    def places(self) -> list[str]:
-        options = options_for("--storage-option", self.job.storage_options)
-        return ["--memory-root", self.job.memory, "--job", self.job.name or "", *options]
-
-
-def options_for(name: str, values: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name}={key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in values.items()
-    ]
