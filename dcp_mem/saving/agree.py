@@ -74,7 +74,7 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
     ballot = context.ranks.all_reduce(_ballot(context, topology, planned, report), Ballot.join)
     proposal, newest = ballot.proposal, SaveNumber.unpacked(ballot.newest)
     if ballot.is_usual and not ballot.plan_id:
-        raise _no_common_plan(ballot.why_not, ballot.other_plan_ids)
+        raise _no_common_plan(ballot.why_not, ballot.other_plan_ids, ballot.copied_on)
     may_replicate = True
     if ballot.is_replicating:
         may_replicate = _settle_replication(context)
@@ -393,9 +393,13 @@ def _check_plans(reports: Sequence[RankReport]) -> None:
             *({report.plan_id, *report.other_plan_ids} for report in reports)
         )
         reasons = [(rank, report.why_not) for rank, report in enumerate(reports) if report.why_not]
-        raise _no_common_plan(reasons, fitting - {""})
+        copied_on = [rank for rank, report in enumerate(reports) if report.is_written]
+        raise _no_common_plan(reasons, fitting - {""}, copied_on)
 
 
-def _no_common_plan(why_not: Sequence[tuple[int, str]], fitting: Collection[str]) -> NoCommonPlan:
+def _no_common_plan(
+    why_not: Sequence[tuple[int, str]], fitting: Collection[str], copied_on: Sequence[int]
+) -> NoCommonPlan:
     reasons = [f"rank {rank} has {text}" for rank, text in why_not]
-    return known_to_all(NoCommonPlan(reasons[0] if reasons else "", min(fitting, default="")))
+    first = reasons[0] if reasons else ""
+    return known_to_all(NoCommonPlan(first, min(fitting, default=""), copied_on))

@@ -212,17 +212,16 @@ def _share_parts(items: Items, parts: Sequence[list[Any]]) -> list[list[Any]]:
 
 def _retain(context: SaveContext, agreed: Agreed) -> None:
     """Evict what the policy doesn't keep. All ranks know the checkpoint to be complete by now."""
-    attempt_or_log(
-        f"{context.name} is complete, but older ones stay in memory",
-        lambda: apply_retention(
-            context.session.memory,
-            context.scope,
-            context.settings.keep_memory,
-            gets_copies=bool(agreed.redundancy),
-            persists_all=context.settings.persists_all,
-            made=agreed.save_id,
-        ),
+    retain = partial(
+        apply_retention,
+        context.session.memory,
+        context.scope,
+        context.settings.keep_memory,
+        gets_copies=bool(agreed.redundancy),
+        persists_all=context.settings.persists_all,
+        made=agreed.save_id,
     )
+    attempt_or_log(f"{context.name} is complete, but older ones stay in memory", retain)
 
 
 def _manifest(context: SaveContext, agreed: Agreed, saved: SavedPlan) -> Manifest:

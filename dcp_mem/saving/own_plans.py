@@ -6,37 +6,44 @@ what every save does (see `agree.py` and `complete.py`), with a plan id in it, a
 
 from __future__ import annotations
 
+import copy
+import logging
 import threading
 import time
 import uuid
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all
-from dcp_mem.common.log import log
+from dcp_mem.common.log import log, log_once
 from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import DcpMemError, RankFailed
-from dcp_mem.format.frames import QUANTISED, frame
+from dcp_mem.format.byte_items import is_plain_value, stream_of
+from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.frames import QUANTISED, Specs, frame
+from dcp_mem.format.layout import Layout
 from dcp_mem.format.torch_names import dtype_named
+from dcp_mem.planning.entries import first_of
 from dcp_mem.planning.global_plan import GlobalPlan, merge
 from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
-from dcp_mem.planning.plan_columns import LocalPlan, NotDescribable
+from dcp_mem.planning.plain_tensors import SourcesByBlock
+from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written, share_written
+from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import Structure
+from dcp_mem.runtime.frozen import WHY_NOT_WITH_PARITY, ItemKey, Split
 from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.first_save import name_differing
-from dcp_mem.saving.own_plan import (
-    OwnPlan,
-    plan_of,
-    planned_by,
-    rows_of,
-)
+from dcp_mem.saving.plan import expected_tail, frozen_apart
 from dcp_mem.saving.values import NoCommonPlan, Planned, SaveContext, Unplanned
 
 _PLANS_KEPT = 4
@@ -78,21 +85,23 @@ class OwnPlanItems:
         self._structure = rows_of(planned).structure
         return replace(planned, is_new=self._is_new)
 
-    def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
+    def find_common_plan(self, context: SaveContext, reason: NoCommonPlan) -> bool:
         """Turn to a plan that fits on every rank, or else make one with all ranks.
 
-        Returns False where only DCP's planner can plan this. Raises NoCommonPlan.
+        Returns False where only DCP's planner can plan this. Raises NoCommonPlan, DcpMemError.
         """
-        if why_not:
+        if reason.copied_on:
+            raise reason.refusal(context.name) from None
+        if reason.why_not:
             return False
         if self._is_new:
             why = "a structure that is another each time it is looked at"
             raise known_to_all(NoCommonPlan(why)) from None
-        self._wanted = "" if self._wanted else in_common
+        self._wanted = "" if self._wanted else reason.in_common
         if not self._wanted:
             assert self._structure is not None
             self._plans.plan_together(context, self._structure, to_lowest_rank=self._to_lowest_rank)
-            name_differing(context.ranks, self._structure, self._state.value)
+            _name_differing(context.ranks, self._structure, self._state.value)
             self._is_new = True
         return True
 
@@ -150,21 +159,8 @@ class OwnPlans:
         """
         started = time.monotonic()
         structure = self._known(context, structure, to_lowest_rank)
-        plan_id, mask, whole = self._merge_on_rank_0(
-            context, structure.plan, to_lowest_rank=to_lowest_rank
-        )
-        plan = plan_of(plan_id, context.group, structure, mask, whole, to_lowest_rank)
-        self._keep(plan, context.session)
-        seconds = time.monotonic() - started
-        log.info("planned %s with %d ranks in %.2f s", context.name, context.ranks.size, seconds)
-
-    def _merge_on_rank_0(
-        self, context: SaveContext, part: LocalPlan | _Refusal, *, to_lowest_rank: bool
-    ) -> tuple[str, bytes, GlobalPlan | None]:
-        """Return the plan's id, which rows this rank writes, and on rank 0 the whole plan."""
-        ranks = context.ranks
-        joined = ranks.reduce(_part_of_joint_plan(ranks.rank, part), _joined)
-        whole: GlobalPlan | None = None
+        ranks, whole = context.ranks, None
+        joined = ranks.reduce(_part_of_joint_plan(ranks.rank, structure.plan), _joined)
         parts: Sequence[tuple[str, bytes, str]] = ()
         if ranks.rank == 0:
             merged = attempt(lambda: _merged(joined, to_lowest_rank))
@@ -175,7 +171,10 @@ class OwnPlans:
         plan_id, mask, error = ranks.scatter(parts)
         if error:
             raise known_to_all(RankFailed(f"planning {context.name}", [(0, error)]))
-        return plan_id, mask, whole
+        plan = plan_of(plan_id, context.group, structure, mask, whole, to_lowest_rank)
+        self._keep(plan, context.session)
+        seconds = time.monotonic() - started
+        log.info("planned %s with %d ranks in %.2f s", context.name, context.ranks.size, seconds)
 
     def recognised(
         self,
@@ -201,14 +200,6 @@ class OwnPlans:
         """Forget a plan, so that the next save plans anew."""
         with self._guard:
             self._plans.pop(plan_id, None)
-
-    def refuse_to_plan(self, context: SaveContext, why: str) -> None:
-        """Have `plan_together` fail on the other ranks, which call it now.
-
-        Raises RankFailed.
-        """
-        refusal = _Refusal(context.ranks.rank, why)
-        self._merge_on_rank_0(context, refusal, to_lowest_rank=False)
 
     # -- keeping them ------------------------------------------------------------------------------
 
@@ -261,15 +252,13 @@ class OwnPlans:
 @sendable
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Stands for the plan of a rank that can't have another one."""
+    """Stands for the plan of a rank that can't be joined with others."""
 
     rank: int
     why: str
 
 
-def _part_of_joint_plan(rank: int, part: LocalPlan | _Refusal) -> JointPlan | _Refusal:
-    if isinstance(part, _Refusal):
-        return part
+def _part_of_joint_plan(rank: int, part: LocalPlan) -> JointPlan | _Refusal:
     made = attempt(lambda: plan_of_rank(rank, part))
     return made.value if made.error is None else _Refusal(rank, described(made.error))
 
@@ -323,3 +312,209 @@ def _why_not_saved(dtype: torch.dtype) -> str:
     except Exception as error:
         return described(error)
     return ""
+
+
+# -- one plan --------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, kw_only=True)
+class OwnPlan:
+    """One rank's part of a plan that all ranks made together."""
+
+    plan_id: str  # the same on all ranks
+    group: GroupKey
+    structure: Structure  # of the state dict; recognises others like it
+    tensors: Sequence[int]  # rows of the local plan that this rank writes, in order; like `objects`
+    objects: Sequence[int]
+    is_written: Sequence[bool]  # of each tensor of the local plan, whether it is among `tensors`
+    specs: Specs  # dtypes and shapes of `tensors`, and of whatever is recognised
+    is_strided: bool
+    is_complex: bool
+    whole: GlobalPlan | None  # the plan of all ranks, on the coordinator
+    to_lowest_rank: bool  # whether the first rank that holds a chunk writes it
+    # which of `tensors` were frozen at the last save; None where none were
+    split: Split | None = None
+
+    @cached_property
+    def keys(self) -> Sequence[ItemKey]:
+        """Name and offset of each of `tensors`."""
+        local = self.structure.plan
+        return [
+            (local.names[name], tuple(offset[:dimensions]))
+            for name, offset, dimensions in zip(
+                local.name[self.tensors].tolist(),
+                local.offset[self.tensors].tolist(),
+                local.dimensions[self.tensors].tolist(),
+                strict=True,
+            )
+        ]
+
+
+def plan_of(
+    plan_id: str,
+    group: GroupKey,
+    structure: Structure,
+    mask: bytes,
+    whole: GlobalPlan | None,
+    to_lowest_rank: bool,
+) -> OwnPlan:
+    """Return this rank's part of a plan that the ranks have made.
+
+    `mask`: which rows of its local plan this rank writes, a bit each.
+    """
+    local = structure.plan
+    written = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(local)).astype(bool)
+    is_object = local.kind == ItemKind.OBJECT
+    tensors = np.flatnonzero(written & ~is_object)
+    shapes = [
+        torch.Size(extent[:dimensions])
+        for extent, dimensions in zip(
+            local.extent[tensors].tolist(), local.dimensions[tensors].tolist(), strict=True
+        )
+    ]
+    properties = [local.table[number] for number in local.properties[tensors].tolist()]
+    dtypes = [dtype_named(one.dtype) for one in properties]
+    return OwnPlan(
+        plan_id=plan_id,
+        group=group,
+        structure=structure,
+        tensors=tensors.tolist(),
+        objects=np.flatnonzero(written & is_object).tolist(),
+        is_written=written[~is_object].tolist(),
+        specs=Specs(dtypes, shapes),
+        is_strided={one.layout for one in properties} <= {str(torch.strided)},
+        is_complex=any(dtype.is_complex for dtype in set(dtypes)),
+        whole=whole,
+        to_lowest_rank=to_lowest_rank,
+    )
+
+
+def planned_by(
+    context: SaveContext, plan: OwnPlan, structure: Structure, state: Mapping[str, Any]
+) -> Planned | None:
+    """Return this rank's part of a save; None if the state dict doesn't fit the plan.
+
+    `structure`: its structure; another thread may just have given it one that is the same.
+    """
+    layout = context.session.layouts.of(plan.specs)
+    sources = None
+    if layout.is_plain and plan.is_strided:
+        sources = SourcesByBlock(plan.is_written, plan.is_complex)
+    leaves = structure.recognise(state, sources.look_at if sources is not None else None)
+    if leaves is None:
+        return None
+    items = RowItems(plan, structure, structure.item_values(leaves))
+    tail_nbytes = expected_tail(context, plan.plan_id, plan.objects, items.resolve)
+    planned = Planned(
+        items=items,
+        tensors=plan.tensors,
+        objects=plan.objects,
+        layout=layout,
+        nbytes=layout.layout.nbytes + tail_nbytes,
+        sources=sources.found if sources is not None else None,
+        plan_id=plan.plan_id,
+        group=context.group,
+    )
+    return planned if context.frozen is None else _without_frozen(context, plan, planned, items)
+
+
+def _without_frozen(
+    context: SaveContext, plan: OwnPlan, planned: Planned, items: RowItems
+) -> Planned:
+    """Return the same part of a plan with the frozen tensors apart."""
+    if context.settings.redundancy.parity:
+        context.session.frozen.warn_without_effect(WHY_NOT_WITH_PARITY)
+        return planned
+    tensors = items.tensors(planned.tensors)
+    # Another thread may set its own at once: each is right.
+    planned, plan.split = frozen_apart(context, planned, plan.keys, tensors, plan.split)
+    return planned
+
+
+def rows_of(planned: Planned) -> RowItems:
+    items = planned.items
+    assert isinstance(items, RowItems)
+    return items
+
+
+class RowItems:
+    """Items that are rows of the local plan, and stand for parts of the state dict's leaves."""
+
+    def __init__(self, plan: OwnPlan, structure: Structure, parts: Sequence[Any]) -> None:
+        self.structure, self._whole = structure, plan.whole  # that of all ranks, on rank 0
+        self._plan_id, self._parts = plan.plan_id, parts
+        self._local = structure.plan
+
+    def without_values(self) -> RowItems:
+        """Return the same items without the values that they stand for."""
+        items = copy.copy(self)
+        items._parts = ()
+        return items
+
+    def resolve(self, item: int) -> Any:
+        part = self._parts[item]
+        return part if isinstance(part, torch.Tensor) else stream_of(part)
+
+    def tensors(self, items: Sequence[int]) -> list[torch.Tensor]:
+        """Return what items that are tensors stand for."""
+        return list(map(self._parts.__getitem__, items))
+
+    def is_object(self, item: int) -> bool:
+        return bool(self._local.kind[item] == ItemKind.OBJECT)
+
+    def index(self, item: int) -> MetadataIndex:
+        local = self._local
+        fqn = local.names[local.name[item]]
+        if self.is_object(item):
+            return MetadataIndex(fqn)
+        return MetadataIndex(fqn, torch.Size(local.offset[item, : local.dimensions[item]].tolist()))
+
+    def fingerprint(self, items: Sequence[int]) -> int:
+        return hash((self._plan_id, len(items)))
+
+    def part(self, rank: int, items: Sequence[int], layout: Layout) -> WrittenItems:
+        return WrittenItems(rank, np.array(items, np.int64), layout)
+
+    share = staticmethod(share_written)
+
+    def catalog(self, parts: Sequence[WrittenItems]) -> Catalog:
+        assert self._whole is not None
+        return catalog_of_written(self._whole, parts)
+
+
+# -- values that differ ----------------------------------------------------------------------------
+
+
+def _name_differing(ranks: Ranks, structure: Structure, state: Mapping[str, Any]) -> None:
+    """Name, on rank 0, plain values that aren't the same on all ranks; one exchange, by all."""
+    if ranks.size == 1:
+        return
+    seen = attempt(lambda: _digests(structure, state))
+    joined = ranks.reduce(seen.value if seen.error is None else {}, _joined_digests)
+    differing = [name for name, digest in (joined or {}).items() if digest is None]
+    if differing:
+        log_once(
+            f"{first_of(differing)} differ from rank to rank, and one rank's values are saved for "
+            'all: give each rank\'s an entry of its own, such as f"rank-{rank}"',
+            logging.WARNING,
+        )
+
+
+def _digests(structure: Structure, state: Mapping[str, Any]) -> dict[str, int | None]:
+    plan, leaves = structure.plan, structure.recognise(state)
+    if leaves is None:
+        return {}
+    values = structure.item_values(leaves)
+    found: dict[str, int | None] = {}
+    for row in (plan.kind == ItemKind.OBJECT).nonzero()[0].tolist():
+        if is_plain_value(values[row]):
+            found[plan.names[plan.name[row]]] = zlib.crc32(repr(values[row]).encode())
+    return found
+
+
+def _joined_digests(parts: Sequence[dict[str, int | None]]) -> dict[str, int | None]:
+    joined: dict[str, int | None] = {}
+    for part in parts:
+        for name, digest in part.items():
+            joined[name] = digest if joined.get(name, digest) == digest else None
+    return joined

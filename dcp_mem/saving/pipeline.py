@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import logging
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakSet
 
 from dcp_mem.comm.agreement import attempt, attempt_or_log
+from dcp_mem.common.log import log_once
+from dcp_mem.common.parallel import daemon
 from dcp_mem.format.names import FROZEN
+from dcp_mem.format.saved_streams import read_stream, why_refused
+from dcp_mem.planning.entries import first_of
+from dcp_mem.planning.state_structure import Structure
 from dcp_mem.policy.admission import most_at_once
 from dcp_mem.policy.slots import capacity_for
 from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.saving.agree import agree
 from dcp_mem.saving.complete import complete, concerns_flusher
-from dcp_mem.saving.first_save import name_refused
+from dcp_mem.saving.own_plans import RowItems
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.redundancy import copies_here, replication_of
 from dcp_mem.saving.retention import records_nbytes
@@ -24,19 +33,22 @@ from dcp_mem.saving.values import (
     NoCommonPlan,
     Planned,
     SaveContext,
+    Staged,
     Unplanned,
 )
 
 _LARGE = 32 << 20
+_MOST_NBYTES = 64 << 20
+"""Of byte items that are read back, all together."""
+_looked_at: WeakSet[Structure] = WeakSet()
 
 Plan = Callable[[SaveContext], Planned | Unplanned]
 """Returns this rank's part of a save. Asked again once the ranks have found a plan in common."""
 
-FindCommonPlan = Callable[[SaveContext, str, str], bool]
+FindCommonPlan = Callable[[SaveContext, NoCommonPlan], bool]
 """Has the next plan fit together with that of the other ranks, which all call this.
 
-By why they must leave the save to DCP's planner, and the id of a plan that fits on all of them; ""
-for neither. Returns False where they can't, for the NoCommonPlan that says this.
+Returns False where they can't, for the reason that is given.
 """
 
 
@@ -80,9 +92,7 @@ def settle(
         except NoCommonPlan as reason:
             # Within the clause, which forgets the reason: its traceback keeps this frame, and with
             # it the state dict, until the cycle collector runs.
-            if find_common_plan is None or not find_common_plan(
-                context, reason.why_not, reason.in_common
-            ):
+            if find_common_plan is None or not find_common_plan(context, reason):
                 raise
             continue
         if agreed is None:
@@ -126,7 +136,7 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
     """
     session, staged = context.session, completed.staged
     behind = partial(attempt_or_log, f"{context.name} is complete, but this has failed behind it")
-    behind(partial(name_refused, staged))  # while the slot is held
+    behind(partial(_name_refused, staged))  # while the slot is held
     behind(partial(_tell, context, completed))
     replication = behind(partial(replication_of, context, completed))
     takes_slots = replication is not None and replication.task.makes_slots
@@ -180,3 +190,42 @@ def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_s
         pending=copies_nbytes if takes_slots else 0,
     )
     session.prefaulting.fill_up(settings, sizes, needs, rank=context.rank)
+
+
+# -- byte items that a load refuses by default -----------------------------------------------------
+
+
+def _name_refused(staged: Staged) -> None:
+    """Name, once per structure, byte items of a rank's segment that a load refuses by default."""
+    items = staged.items
+    if not isinstance(items, RowItems) or items.structure in _looked_at:
+        return
+    if staged.slot.descriptor < 0:  # another process has it
+        return
+    _looked_at.add(items.structure)
+    streams, left = [], _MOST_NBYTES
+    for item, (offset, nbytes) in zip(staged.order, staged.places, strict=True):
+        if items.is_object(item) and nbytes <= left:
+            left -= nbytes
+            data = os.pread(staged.slot.descriptor, nbytes, offset)
+            streams.append((items.index(item).fqn, data))
+    if streams:
+        daemon(partial(_read_back, streams), "dcp_mem-first-save")
+
+
+def _read_back(streams: Sequence[tuple[str, bytes]]) -> None:
+    refused = {}
+    for name, data in streams:
+        read = attempt(
+            partial(read_stream, io.BytesIO(data), weights_only=True, map_location="cpu")
+        )
+        if read.error is not None:
+            refused[name] = why_refused(read.error)
+    if refused:
+        name, why = next(iter(refused.items()))
+        log_once(
+            f"dcp_mem.load will refuse {first_of(refused)} of these checkpoints unless it is given "
+            f"weights_only=False: {name} holds more than numbers, texts, containers and tensors "
+            f"({why}). Save what it is made of instead",
+            logging.WARNING,
+        )

@@ -43,6 +43,7 @@ from dcp_mem.runtime.session import Session, enter_session, open_session, sessio
 from dcp_mem.saving.ahead import (
     AheadCopy,
     StagedState,
+    copied,
     copy_ahead,
     not_refused,
     refused_state,
@@ -60,15 +61,14 @@ from dcp_mem.saving.dcp_takeover import (
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import FindCommonPlan, Plan, carry_out, save
-from dcp_mem.saving.private_copies import copied
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.streams import NothingNew, Streams
 from dcp_mem.saving.values import Completed, NoCommonPlan, Planned, SaveContext
 from dcp_mem.storage.destination import lives_in_one_process, trial_of
 
-_sent: Future[Any] | None = None
-"""The last save that DCP has sent to its other process. All of them share one pipe, and who waits
-there for an answer may read another save's: so there is one at a time."""
+_sent: tuple[int, Future[Any]] | None = None
+"""By process, the last save that DCP has sent to its other one. All of them share one pipe, and who
+waits there for an answer may read another save's: so there is one at a time."""
 
 
 class Saver:
@@ -345,8 +345,8 @@ class Saver:
 
     def _copied_to_send(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy a state dict for a save in another process, once the save before has its answer."""
-        if _sent is not None:
-            wait([_sent])
+        if _sent is not None and _sent[0] == os.getpid():
+            wait([_sent[1]])
         if self.frozen is not None and not self.saves_elsewhere:
             log.warning("frozen= has no effect: another process makes the save")
         self.saves_elsewhere = True
@@ -359,7 +359,7 @@ class Saver:
         global _sent
         staged = staged_in(variable_of_call(stands_for_staged) or {})
         if call is not None and call.is_in_process:
-            _sent = saving
+            _sent = os.getpid(), saving
         elif staged is not None:
             staged.end_with(saving)
 

@@ -85,7 +85,13 @@ def fill(session: Session, planned: Planned, later: LaterCopies | None = None) -
     try:
         # Without gradients DTensors hand over their local tensors themselves, not views of them.
         with torch.no_grad():
-            return replace(_fill_all(session, planned, later), frozen=frozen)
+            try:
+                filled = _fill(session, planned, later)
+            except _OtherThanPlanned:
+                dense = [_resolved(planned.items, item)[1] for item in planned.tensors]
+                learnt = session.layouts.learn(planned.layout.expected, dense)
+                filled = _fill(session, replace(planned, layout=learnt, sources=None), later)
+            return replace(filled, frozen=frozen)
     except BaseException:
         if frozen is not None:
             frozen.give_back()
@@ -111,17 +117,8 @@ def _fill_frozen(session: Session, planned: Planned) -> FilledFrozen:
     return session.frozen.made(items, slot, identities)
 
 
-def _fill_all(session: Session, planned: Planned, later: LaterCopies | None) -> Filled:
-    """Copy all items but the frozen ones."""
-    try:
-        return _fill(session, planned, later)
-    except _OtherThanPlanned:
-        dense = [_resolved(planned.items, item)[1] for item in planned.tensors]
-        learnt = session.layouts.learn(planned.layout.expected, dense)
-        return _fill(session, replace(planned, layout=learnt, sources=None), later)
-
-
 def _fill(session: Session, planned: Planned, later: LaterCopies | None) -> Filled:
+    """Copy all items but the frozen ones."""
     slots, layout = session.slots, planned.layout.layout
     nbytes = max(planned.nbytes, layout.nbytes) + TAIL_ROOM
     slot = slots.claim(nbytes, planned.layout.frames, mapped=layout.nbytes)

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, Protocol
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_mem.comm import Ranks
+from dcp_mem.comm.agreement import known_to_all
 from dcp_mem.common.sendable import sendable
 from dcp_mem.common.values import SaveInfo, Segment
 from dcp_mem.config import Settings
+from dcp_mem.errors import DcpMemError
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import RankItems
 from dcp_mem.format.layout import Layout
@@ -211,6 +213,7 @@ class Ballot(NamedTuple):
     why_not: tuple[tuple[int, str], ...] = ()
     # whether some rank still has copies of an older checkpoint under way
     is_replicating: bool = False
+    copied_on: tuple[int, ...] = ()  # the first rank that has copied by its plan already
 
     def join(self, other: Ballot) -> Ballot:
         """Return what two sets of ranks say together."""
@@ -225,6 +228,7 @@ class Ballot(NamedTuple):
             other_plan_ids=tuple(sorted(fitting - {plan_id, ""})),
             why_not=tuple(sorted(self.why_not + other.why_not)[:1]),
             is_replicating=self.is_replicating or other.is_replicating,
+            copied_on=tuple(sorted(self.copied_on + other.copied_on)[:1]),
         )
 
 
@@ -242,6 +246,7 @@ def ballot_of(rank: int, report: RankReport, *, has_room: bool, is_replicating: 
         other_plan_ids=report.other_plan_ids,
         why_not=((rank, report.why_not),) if report.why_not else (),
         is_replicating=is_replicating,
+        copied_on=(rank,) if report.is_written else (),
     )
 
 
@@ -268,12 +273,23 @@ class NoCommonPlan(Exception):
     """The ranks don't save by the same plan yet, or not any more.
 
     `why_not`: why the ranks must leave the save to DCP's planner; "" if they need not. `in_common`:
-    id of a plan that fits on every rank; "" if there is none.
+    id of a plan that fits on every rank; "" if there is none. `copied_on`: the first rank that has
+    copied by its plan already; none can be found then.
     """
 
-    def __init__(self, why_not: str, in_common: str = "") -> None:
+    def __init__(self, why_not: str, in_common: str = "", copied_on: Sequence[int] = ()) -> None:
         super().__init__(why_not, in_common)
-        self.why_not, self.in_common = why_not, in_common
+        self.why_not, self.in_common, self.copied_on = why_not, in_common, copied_on
+
+    def refusal(self, name: str) -> DcpMemError:
+        """Return what all ranks raise where one has copied by its plan already."""
+        return known_to_all(
+            DcpMemError(
+                f"{name} isn't saved: the state dict of some ranks has another structure than that "
+                f"of the last save, and that of rank {self.copied_on[0]} hasn't. The next save "
+                f"plans anew"
+            )
+        )
 
 
 # -- stage and complete ----------------------------------------------------------------------------

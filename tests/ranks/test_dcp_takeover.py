@@ -53,7 +53,7 @@ from dcp_mem.loading import find
 from dcp_mem.memory import copying
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load_planner import LocalLoadPlanner
-from dcp_mem.saving.private_copies import copied
+from dcp_mem.saving.ahead import copied
 from tests.support.checkpoints import sharding
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.models import rows_of_five

@@ -50,7 +50,7 @@ def test_the_coordinators_word_stays_with_the_next_save_alone(
             ("step-2", None, {}, False),
         ]
     [stored] = Path(url, "step-1", ".dcp_mem").glob("manifest-*.json")
-    manifest = json.loads(stored.read_bytes())
+    manifest = json.loads(stored.read_bytes())["body"]
     assert (manifest["step"], manifest["metrics"]) == (10, {"loss": 0.5})
 
 

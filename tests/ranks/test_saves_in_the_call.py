@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import weakref
 from pathlib import Path
@@ -224,6 +225,27 @@ def _skips_a_save(places: Places, road: str) -> None:
 @pytest.mark.parametrize("road", ROADS)
 def test_a_save_that_is_skipped_harms_no_later_one(places: Places, road: str) -> None:
     forked(_skips_a_save, places, road)
+
+
+def _leaves_what_is_read(places: Places) -> None:
+    with places.writer(keep_memory=2, persist=False) as writer:
+
+        def save(step: int) -> set[str]:
+            _save("dcp.save", writer, _state(step), f"step-{step}")
+            return {one.name for one in writer.status() if one.in_memory}
+
+        save(0)
+        manifest = places.directory("memory", "step-0") / ".dcp_mem" / "manifest.json"
+        with manifest.open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_SH)  # as whoever reads the checkpoint does
+            assert [save(step) for step in (1, 2, 3)][-1] == {"step-0", "step-3"}
+        assert save(4) == {"step-3", "step-4"}
+
+
+def test_a_checkpoint_that_is_read_stays_and_another_one_leaves_in_its_place(
+    places: Places,
+) -> None:
+    forked(_leaves_what_is_read, places)
 
 
 def _keeps_nothing(places: Places, road: str) -> None:

@@ -40,8 +40,8 @@ from dcp_mem.common import faults
 from dcp_mem.errors import RankFailed
 from dcp_mem.memory import copying
 from dcp_mem.runtime.session import close_session, open_session
+from dcp_mem.saving import ahead
 from dcp_mem.saving import overlap as overlap_module
-from dcp_mem.saving import private_copies
 from dcp_mem.saving import saver as saver_module
 from dcp_mem.saving import stage as stage_module
 from dcp_mem.saving.overlap import Overlap, wait_for_copies
@@ -280,7 +280,7 @@ def test_the_writer_is_a_stager_in_every_spelling(memory_job: Job) -> None:
 def _counted_copies() -> Iterator[list[tuple[str, int]]]:
     """Who copies how much: (thread, bytes), and ("torch", 0) for torch's stager."""
     seen: list[tuple[str, int]] = []
-    real_copied = private_copies.copied
+    real_copied = ahead.copied
 
     def note(nbytes: int) -> None:
         if nbytes:
@@ -424,7 +424,7 @@ def test_some_of_the_ranks_save(memory_job: Job) -> None:
 def _copy_privately() -> None:
     odd, inner = {1, 2}, torch.ones(2)
     state = make_state(3) | {"list": [inner], "tuple": (inner, 1), "odd": odd}
-    copied = private_copies.copied(state)
+    copied = ahead.copied(state)
     _overwrite(state)
     inner.fill_(-77)
     odd.add(3)

@@ -72,7 +72,7 @@ _WHAT_TO_DO = """torch {version}'s planner looks at something that dcp_mem doesn
 Read the functions in `_ASKED`. If a value that dcp_mem plans can have it (the classes in
 `plain_tensors.PLAIN`, DTensor, ShardedTensor, any object), then
 - leave such values to torch: a class in `state_structure._rows`, an attribute in `shard_marks`;
-- see that copies keep it (`saving/private_copies.py`), also on their way to another process;
+- see that copies keep it (`saving/ahead.py`), also on their way to another process;
 - add a value of that kind to `_KINDS` below, and to tests/ranks/test_shards_by_attribute.py.
 Then record the name here, with its torch."""
 
