@@ -1,20 +1,18 @@
 """A load meets faults of storage: it returns what was saved, or all ranks name the fault."""
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-import dcp_mem.reader
 from dcp_mem import RankFailed, SegmentCorrupt, StorageUnavailable
 from dcp_mem.policy import pieces, sharing
-from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.storage import ways
 from tests.support.storage.http_wire import Request
+from tests.support.storage.patience import asking_as
 from tests.support.storage.proxy import CorruptBody, Delay, Fault, Hang, LoseAnswer, Reset, Truncate
 from tests.support.storage.ways import Way, load_state, save_unflushed, without_memory
 
@@ -59,10 +57,7 @@ def way(stored: Way) -> Iterator[Way]:
 
 def load_quickly(job: Job) -> None:
     """Load in several pieces, and have faults get over soon."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            dcp_mem.reader, "open_storage", functools.partial(open_storage, retry_policy=ways.QUICK)
-        )
+    with pytest.MonkeyPatch.context() as patch, asking_as(ways.QUICK):
         for module in (pieces, sharing):
             patch.setattr(module, "PIECE", 1 << 20)
         load_state(without_memory(job), 1, NBYTES)
