@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from dcp_mem.errors import CheckpointNotFound, ConfigError, NoRecoverableCheckpo
 from dcp_mem.format import names
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
 from dcp_mem.loading.open import CannotOpen, OpenCheckpoint, open_together
-from dcp_mem.loading.repair import CannotRepair, Repair, begin_repair, raise_cannot_repair
+from dcp_mem.loading.repair import CannotRepair, begin_repair, raise_cannot_repair
 from dcp_mem.loading.survey import Search, survey_memory
 from dcp_mem.policy.election import (
     ElectedCheckpoint,
@@ -23,7 +23,7 @@ from dcp_mem.policy.election import (
     elect,
     in_common,
 )
-from dcp_mem.replicating.plan import FilePlan, members_of
+from dcp_mem.replicating.plan import members_of
 from dcp_mem.replicating.repair_plan import lost_segments
 from dcp_mem.runtime.numbers import note_seen
 
@@ -121,28 +121,20 @@ def _rebuild_lost_segments(load: LoadAttempt, choice: ElectedCheckpoint) -> Elec
     """
     repair = begin_repair(load, choice)
     plans = lost_segments(repair.nodes, repair.manifest.segments, choice)
-    failures = _carry_out(repair, plans)
+    texts = [text for _, text in repair.session.replicator.carry_out(repair.task(plans))]
+    own: Failures = ((repair.ranks.rank, texts[0]),) if texts else ()
+    failures = repair.ranks.all_reduce(own, joined)
     faults.point("mend.done")
     raise_cannot_repair(failures)
-    holders = _holders(repair, plans)
+    members = members_of(repair.nodes)
+    holders = {
+        names.rank_of(plan.file): tuple(members[repair.nodes[plan.receiver]]) for plan in plans
+    }
     own_node = repair.nodes[load.ranks.rank]
     here = [rank for rank, ranks in holders.items() if repair.nodes[ranks[0]] == own_node]
     load.mark_rebuilt(choice.save_id, here)
     log.info("%s: %d segments came back from parity", choice.name, len(plans))
     return replace(choice, holders={**(choice.holders or {}), **holders}, lost={})
-
-
-def _carry_out(repair: Repair, plans: Sequence[FilePlan]) -> Failures:
-    """Take part in the work now; return what has failed, the same on all ranks."""
-    texts = [text for _, text in repair.session.replicator.carry_out(repair.task(plans))]
-    own: Failures = ((repair.ranks.rank, texts[0]),) if texts else ()
-    return repair.ranks.all_reduce(own, joined)
-
-
-def _holders(repair: Repair, plans: Sequence[FilePlan]) -> Mapping[int, tuple[int, ...]]:
-    """Return the ranks whose node has it, for each rebuilt segment."""
-    members = members_of(repair.nodes)
-    return {names.rank_of(plan.file): tuple(members[repair.nodes[plan.receiver]]) for plan in plans}
 
 
 _LOOKING = "looking for checkpoints"

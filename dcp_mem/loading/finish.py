@@ -121,7 +121,10 @@ _STORAGE_TIMEOUT = 1.0
 
 
 def record_load(load: LoadAttempt, report: RecoveryReport) -> None:
-    """Leave a record of a load; one rank does so for all."""
+    """Add a record of a load to memory and storage; one rank does so for all.
+
+    What goes wrong is logged. A storage that was silent isn't asked.
+    """
     if isinstance(load.ranks, SingleRank) and dist.is_initialized() and dist.get_rank() > 0:
         return  # every rank loads by itself, and rank 0 leaves the record
     record = RecoveryRecord(
@@ -135,14 +138,7 @@ def record_load(load: LoadAttempt, report: RecoveryReport) -> None:
         passed_over=report.passed_over,
         world_size=load.ranks.size,
     )
-    leave_record(record, load.memory, None if load.storage_survey.silence else load.storage)
-
-
-def leave_record(record: RecoveryRecord, memory: JobMemory | None, storage: Storage | None) -> None:
-    """Add a record to memory and storage, where there are such. What goes wrong is logged.
-
-    `storage`: the job's; None also where it was silent.
-    """
+    memory, storage = load.memory, load.storage
     if memory is not None:
         try:
             add_recovery(memory.directory, record)
@@ -150,7 +146,7 @@ def leave_record(record: RecoveryRecord, memory: JobMemory | None, storage: Stor
             log.warning(
                 "that %s was loaded can't be written down in memory: %s", record.name, error
             )
-    if storage is not None:
+    if storage is not None and not load.storage_survey.silence:
         daemon(lambda: _put(storage, record, memory)).join(_STORAGE_TIMEOUT)
 
 

@@ -175,8 +175,11 @@ class _Located:
 
 def _locate(load: LoadAttempt, choice: ElectedCheckpoint) -> _Located:
     """Return the sources of a checkpoint that this rank sees, under a lease where one is needed."""
-    # The lease first: once it is taken, we look whether the checkpoint is still committed.
-    located = _Located(lease=_take_lease(load, choice))
+    located = _Located()
+    # The lease first: once it is taken, we look whether the checkpoint is still committed. One rank
+    # keeps on storage, for all, what is to come from there.
+    if load.storage is not None and load.ranks.rank == 0 and choice.save_id and not choice.memory:
+        located = _Located(lease=read_lease(load.storage, choice.name))
     try:
         memory, trouble, lacking = _locate_memory(load, choice)
         located = replace(located, memory=memory, trouble=trouble, lacking=lacking)
@@ -186,14 +189,6 @@ def _locate(load: LoadAttempt, choice: ElectedCheckpoint) -> _Located:
             return replace(located, trouble=str(error))
         located.close()
         raise
-
-
-def _take_lease(load: LoadAttempt, choice: ElectedCheckpoint) -> ReadLease | None:
-    """Keep on storage what is to come from there; one rank does so for all."""
-    is_ours = load.ranks.rank == 0 and choice.save_id
-    if load.storage is None or not is_ours or choice.memory:
-        return None
-    return read_lease(load.storage, choice.name)
 
 
 def _locate_memory(

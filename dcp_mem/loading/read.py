@@ -85,7 +85,7 @@ def read_items(reading: Reading, group: LoadGroup) -> Counter[str]:
     if not opened.choice.memory:
         return _read_from_storage(reading, group)
     nearest = opened.sources[0]
-    if not isinstance(nearest, MemorySource):
+    if not isinstance(nearest, MemorySource) or not len(reading.plan.payloads.offset):
         return _read_by_file(reading)
     return _read_from_own_memory(reading, nearest)
 

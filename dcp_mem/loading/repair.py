@@ -17,7 +17,6 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.open import SharedFiles, share_files_in_memory
-from dcp_mem.loading.sources.base import DescriptionFiles
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.locks import RunIdentity, new_token
 from dcp_mem.policy.election import ElectedCheckpoint
@@ -146,12 +145,8 @@ def _publish_where_unknown(
     """Make the checkpoint known to this node, if it has nothing of it."""
     if topology.is_leader and _find(session, choice.name, choice.save_id) is None:
         assert files is not None  # some node doesn't know the checkpoint, so one rank has read them
-        _publish(session, files.value)
-
-
-def _publish(session: Session, files: DescriptionFiles) -> None:
-    session.catalogs.put(files.catalog)
-    session.publisher.publish(Manifest.from_json(files.manifest))
+        session.catalogs.put(files.value.catalog)
+        session.publisher.publish(Manifest.from_json(files.value.manifest))
 
 
 def _found(session: Session, name: str, save_id: str) -> LocalCheckpoint:

@@ -640,7 +640,7 @@ def _follow_with_an_outage(job: Job) -> tuple[int, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dcp_mem").addHandler(handler)
-    os.preadv = read_or_fail  # type: ignore[assignment]
+    os.preadv = read_or_fail
     state = _columns()
     with asked_once():
         next(iter(_follow(job, state)))

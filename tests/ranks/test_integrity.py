@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dcp_mem import CheckpointNotFound, NoRecoverableCheckpoint, RankFailed, SegmentCorrupt
-from dcp_mem.errors import SizeRefused
-from dcp_mem.format.manifest import NodeManifest
-from tests.support.checkpoints.damage import cut, empty, flip, remove
+from dcp_mem import (
+    CheckpointNotFound,
+    NoRecoverableCheckpoint,
+    RankFailed,
+    SegmentCorrupt,
+    SizeRefused,
+)
+from tests.support.checkpoints.damage import cut, empty, flip, remove, stored_tables
 from tests.support.checkpoints.jobs import (
     Job,
     Loaded,
@@ -107,11 +111,8 @@ def _segment(directory: Path, rank: int) -> Path:
 
 def _flip_payload(directory: Path, rank: int) -> None:
     """Flip a bit of the rank's sharded tensor, or of whichever is its largest."""
-    (manifest,) = [
-        NodeManifest.from_json(path.read_bytes()) for path in directory.glob(".dcp_mem/node-*.json")
-    ]
     segment = _segment(directory, rank)
-    table = manifest.tables[segment.name]
+    table = stored_tables(directory)[segment.name]
     largest = int(table.payload_nbytes.argmax())
     flip(segment, int(table.payload_offsets[largest] + table.payload_nbytes[largest] // 2))
 
@@ -168,17 +169,14 @@ def test_without_verification_the_flipped_bit_is_loaded(saved: Saved) -> None:
 def _flip_everywhere(job: Job) -> int:
     """Flip a bit at the start, middle and end of each item; return how many were found."""
     directory, found = Path(job.url or "") / "step-2", 0
-    for path in directory.glob(".dcp_mem/node-*.json"):
-        for file, table in NodeManifest.from_json(path.read_bytes()).tables.items():
-            for offset, length in zip(table.offsets.tolist(), table.lengths.tolist(), strict=True):
-                for position in (offset, offset + length // 2, offset + length - 1):
-                    flip(directory / file, position)
-                    assert isinstance(_outcome(lambda: load_anew(job, "step-2")), SegmentCorrupt), (
-                        file,
-                        position,
-                    )
-                    flip(directory / file, position)
-                    found += 1
+    for file, table in stored_tables(directory).items():
+        for offset, length in zip(table.offsets.tolist(), table.lengths.tolist(), strict=True):
+            for position in (offset, offset + length // 2, offset + length - 1):
+                flip(directory / file, position)
+                found_by = _outcome(lambda: load_anew(job, "step-2"))
+                assert isinstance(found_by, SegmentCorrupt), (file, position)
+                flip(directory / file, position)
+                found += 1
     assert load_anew(job, "step-2").number == 2
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import shutil
@@ -17,10 +18,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_mem
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter, NotOfOneSave
-from dcp_mem.loading import open as opening
-from dcp_mem.loading.sources.memory import MemorySource
-from dcp_mem.memory.checkpoint import LocalCheckpoint
-from dcp_mem.memory.locks import is_leased
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 
 _ENV = {"DCP_MEM_TIMEOUT": "60"}
@@ -178,8 +175,18 @@ def _fail_to_plan(root: str, planner: type[DefaultLoadPlanner] | None) -> None:
     gc.collect()
     dist.barrier()
     if dist.get_rank() == 0:  # to ask is to hold the lease for a moment
-        assert not [one for one in files if one.is_file() and is_leased(os.fspath(one))]
+        assert not [one for one in files if one.is_file() and _is_leased(one)]
     kept.close()
+
+
+def _is_leased(path: Path) -> bool:
+    """Return whether a process reads, flushes or stages this file right now."""
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
 
 
 def test_an_id_of_a_load_that_failed_early_is_not_that_of_the_next_load(memory_root: Path) -> None:
@@ -250,24 +257,25 @@ def _load_what_leaves_a_nodes_memory(root: str, path: str, shared: bool) -> tupl
         dcp.save(state, checkpoint_id="a", storage_writer=writer)
         writer.wait("a")
     dist.barrier()
-    opened: list[str] = []
+    leased, flock = list[str](), fcntl.flock
 
-    def leave(checkpoint: LocalCheckpoint, *others: Any) -> MemorySource:
-        opened.append(checkpoint.name)
-        if rank == 1 and len(opened) == 1:
-            shutil.rmtree(checkpoint.directory)
-        return MemorySource(checkpoint, *others)
+    def leave(descriptor: int, operation: int) -> None:
+        file = os.readlink(f"/proc/self/fd/{descriptor}")
+        if rank == 1 and not leased and file.endswith("/a/.dcp_mem/manifest.json"):
+            leased.append(file)
+            shutil.rmtree(Path(file).parents[1])
+        flock(descriptor, operation)
 
     # Rank 1's segment is needed by rank 0 alone, or by both.
     into = {name: torch.zeros(400_000) for name in ("x0", "x1") if rank == 0 or shared}
     into = into or {"x0": torch.zeros(400_000)}
     reader = MemoryStorageReader(path, memory_root=node, job="job")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "MemorySource", leave)
+        patch.setattr(fcntl, "flock", leave)
         dcp_mem.load(into, checkpoint_id="a", storage_reader=reader)
     for name, tensor in into.items():
         assert tensor.unique().tolist() == [1.0 + int(name[1])]
-    return len(opened), "\n".join(reader.report().passed_over)
+    return len(leased), "\n".join(reader.report().passed_over)
 
 
 @pytest.mark.parametrize("shared", [False, True])

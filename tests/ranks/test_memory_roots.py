@@ -1,7 +1,10 @@
 """Several nodes on one machine: ranks with memory roots of their own."""
 
+import fcntl
+import json
+import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,17 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_mem
-import dcp_mem.policy.pieces
 from dcp_mem import (
     MemoryStorageReader,
     MemoryStorageWriter,
     NoRecoverableCheckpoint,
-    SegmentCorrupt,
 )
-from dcp_mem.format import names
-from dcp_mem.loading.pending import PendingItems
-from dcp_mem.loading.sources.memory import MemorySource
-from dcp_mem.memory.job import JobMemory
+from dcp_mem.policy import pieces
 from tests.support.channels import PROBE_NBYTES, UsedChannel
 from tests.support.processes.forks import forked_ranks
 
@@ -46,10 +44,14 @@ def _save_on_two_nodes(memory_root: Path, path: str) -> list[list[str]]:
     writer = MemoryStorageWriter(path, memory_root=root, job="job")
     for step in (1, 2):
         dcp.save(_state(step), checkpoint_id=f"step-{step}", storage_writer=writer)
-    newest, older = JobMemory(str(root), "job").checkpoints()
-    files = sorted(name.name for name in Path(newest.directory).glob("*.distcp"))
+    names = sorted(
+        (one.parents[1].name for one in root.glob("job/*/.dcp_mem/manifest.json")), reverse=True
+    )
+    newest = root / "job" / names[0]
+    manifest = json.loads((newest / ".dcp_mem/manifest.json").read_text())
+    files = sorted(name.name for name in newest.glob("*.distcp"))
     writer.close()
-    return [[newest.name, older.name], files, [str(len(newest.manifest.nodes))]]
+    return [names, files, [str(len(manifest["body"]["segments"]["nodes"]))]]
 
 
 def _load(memory_root: Path, path: str | None, nodes: Sequence[int]) -> tuple[str, str, bool]:
@@ -96,16 +98,16 @@ def _load_where_a_read_fails(
 ) -> tuple[str, str, bool]:
     """Load while a rank's segment can be opened in memory, and not be read."""
 
-    def failing(read: Callable[..., None]) -> Callable[..., None]:
-        def read_or_fail(self: MemorySource, file: str, what: object, **how: object) -> None:
-            if names.rank_of(file) == rank:
-                raise SegmentCorrupt("step-2", rank, self.label, "input/output error")
-            read(self, file, what, **how)
+    flock = fcntl.flock
 
-        return read_or_fail
+    def lock_and_cut(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if file.parent.name == "step-2" and file.name.startswith(f"__{rank}_"):
+            os.truncate(file, 64)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemorySource, "read_many", failing(MemorySource.read_many))
+        patch.setattr(fcntl, "flock", lock_and_cut)
         return _load(memory_root, path, nodes)
 
 
@@ -133,23 +135,11 @@ def _load_over_a_line_that_errs_once(
         return _load(memory_root, None, nodes)
 
 
-def _load_straight(memory_root: Path, nodes: Sequence[int]) -> tuple[tuple[str, str, bool], bool]:
-    """Load values large enough for direct reads; return also whether any were read so."""
-    places: list[memoryview | None] = []
-    find = PendingItems.place_for
-
-    def find_and_note(
-        arrivals: PendingItems, file: str, start: int, stop: int
-    ) -> memoryview | None:
-        places.append(find(arrivals, file, start, stop))
-        return places[-1]
-
+def _load_straight(memory_root: Path, nodes: Sequence[int]) -> tuple[str, str, bool]:
+    """Load values that are large enough for direct reads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_mem.policy.pieces, "_LARGE", 1)
-        patch.setattr(PendingItems, "place_for", find_and_note)
-        return _load_over_a_line_that_errs_once(memory_root, nodes), any(
-            place is not None for place in places
-        )
+        patch.setattr(pieces, "_LARGE", 1)
+        return _load_over_a_line_that_errs_once(memory_root, nodes)
 
 
 def _load_over_a_line_that_always_errs(memory_root: Path, nodes: Sequence[int]) -> list[str]:
@@ -263,9 +253,8 @@ def test_a_piece_that_changes_on_its_way_to_a_node_is_sent_again(
 
 
 def test_what_comes_straight_into_a_tensor_is_sent_again_there_too(saved: Path) -> None:
-    for found, is_straight in forked_ranks(_load_straight, 2, saved, (1, 0)):
-        assert found == ("step-2", "memory and peers", True)
-        assert is_straight
+    found = forked_ranks(_load_straight, 2, saved, (1, 0))
+    assert found == [("step-2", "memory and peers", True)] * 2
 
 
 def test_a_line_that_always_errs_is_given_up(saved: Path) -> None:

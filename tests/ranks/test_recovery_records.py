@@ -21,7 +21,7 @@ from tests.support.processes.forks import forked_ranks
 
 _FILE = "recoveries.jsonl"
 _MOST = 1000
-_GOOD = {
+_GOOD: dict[str, Any] = {
     "token": "0123456789ab",
     "time": "2026-11-28T10:00:00.000000+00:00",
     "name": "step-0",

@@ -6,8 +6,10 @@ import logging
 import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import dcp_mem
-from dcp_mem import ConfigError, MemoryStorageReader, MemoryStorageWriter, serving
-from dcp_mem.run import main
+from dcp_mem import ConfigError, MemoryStorageReader, MemoryStorageWriter
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import (
     Job,
@@ -256,21 +257,19 @@ def test_what_torch_wrote_is_loaded_and_what_is_missing_raises_as_in_torch(
 
 
 def _serves_twice(job: Job) -> int:
-    made = 0
+    made, begin = list[MemoryStorageWriter](), MemoryStorageWriter.__init__
 
-    class Counting(serving.ServedWriter):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            nonlocal made
-            made += 1
-            super().__init__(*arguments, **options)
+    def count(writer: MemoryStorageWriter, *arguments: Any, **options: Any) -> None:
+        made.append(writer)
+        begin(writer, *arguments, **options)
 
-    serving.ServedWriter = Counting  # type: ignore[misc]
-    with _serving(job) as served:
-        options: Any = served._options
+    options: Any = {"agent": "thread", "memory_root": job.memory}
+    with pytest.MonkeyPatch.context() as patch, _serving(job) as served:
+        patch.setattr(MemoryStorageWriter, "__init__", count)
         assert dcp_mem.serve(str(job.url), **options) is served
         with pytest.raises(ConfigError, match="other options"):
-            dcp_mem.serve(str(job.url), **{**options, "keep_memory": 3})
-    return made
+            dcp_mem.serve(str(job.url), **options, keep_memory=3)
+    return 1 + len(made)
 
 
 def test_a_root_that_is_served_gets_no_second_writer(job: Job) -> None:
@@ -695,8 +694,9 @@ def test_the_launcher_runs_scripts_and_modules_as_python_does(
 
 def _refused(arguments: list[str]) -> tuple[object, str]:
     said = io.StringIO()
+    sys.argv[1:] = arguments
     with redirect_stderr(said), pytest.raises(SystemExit) as ended:
-        main(arguments)
+        runpy.run_module("dcp_mem.run", run_name="__main__", alter_sys=True)
     return ended.value.code, said.getvalue()
 
 

@@ -1,9 +1,14 @@
 """Loads that ranks make together: storage sends each byte once per node, or once in all."""
 
+import errno
+import os
 import random
+import socket
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,19 +23,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
 from dcp_mem import NoRecoverableCheckpoint
-from dcp_mem.common import faults
-from dcp_mem.loading import shared_fetch
 from dcp_mem.policy import pieces, sharing
 from dcp_mem.policy.pieces import Extent, cut, merged, with_large_apart, without
 from dcp_mem.policy.sharing import LoadShare
-from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.plans import LOADS
-from tests.support.processes import kill_targets
+from tests.support.processes import faults, kill_targets
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.sharing import Need, shared_out
 from tests.support.variants import examples
 
+SOON = 30.0
 EXTENTS = st.lists(
     st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda pair: (min(pair), max(pair))),
     max_size=8,
@@ -327,29 +330,30 @@ def _save_replicated(job: Job) -> None:
 class _Asked:
     """Counts the bytes of segments that this process reads from storage."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job) -> None:
         self.nbytes = 0
+        self._root = str(job.url)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        read_into = PosixStorage.read_into
+        preadv = os.preadv
 
-        def counted(
-            storage: PosixStorage, key: str, offset: int, buffers: Sequence[memoryview]
-        ) -> int:
-            count = read_into(storage, key, offset, buffers)
-            self.nbytes += count if key.endswith(".distcp") else 0
+        def counted(descriptor: int, *given: Any) -> int:
+            count = preadv(descriptor, *given)
+            file = os.readlink(f"/proc/self/fd/{descriptor}")
+            if file.startswith(self._root) and file.endswith(".distcp"):
+                self.nbytes += count
             return count
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PosixStorage, "read_into", counted)
+            patch.setattr(os, "preadv", counted)
             yield
 
 
 def _load_counted(jobs: Sequence[Job], road: str, broadcast: bool) -> int:
     """Load everything on this rank; how many bytes of segments it asked storage for."""
     job = jobs[dist.get_rank() if dist.is_initialized() else 0]
-    state, asked = _replicated(filled=False), _Asked()
+    state, asked = _replicated(filled=False), _Asked(job)
     with pytest.MonkeyPatch.context() as patch:
         for module in (pieces, sharing):
             patch.setattr(module, "PIECE", 1 << 20)
@@ -409,11 +413,15 @@ def test_storage_gives_each_byte_once_for_each_node_or_in_all(
 
 
 def _load_without_neighbours(jobs: Sequence[Job]) -> int:
-    def no_door() -> None:
-        raise OSError(24, "Too many open files")
+    listen = socket.socket.listen
+
+    def no_door(one: socket.socket, *backlog: int) -> None:
+        if one.family == socket.AF_UNIX:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        listen(one, *backlog)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_fetch, "Door", no_door)
+        patch.setattr(socket.socket, "listen", no_door)
         return _load_counted(jobs, "dcp_mem.load", False)
 
 
@@ -423,6 +431,74 @@ def test_a_rank_that_neighbours_cannot_reach_reads_for_itself(
     jobs = stored(0, 0)
     asked = forked_ranks(_load_without_neighbours, 2, jobs)
     assert min(asked) > 0.98 * _stored_nbytes(jobs[0])
+
+
+def _load_among_strangers(jobs: Sequence[Job]) -> int:
+    """Load while others try what a rank gives: none of them is served."""
+    served, greeted, may_end = list[bytes](), list[str](), threading.Event()
+
+    def knock() -> None:
+        while not may_end.is_set():
+            for line in Path("/proc/net/unix").read_text().splitlines():
+                name = line.rpartition("@")[2]
+                if not name.startswith("dcp_mem-") or name in greeted:
+                    continue
+                greeted.append(name)
+                with socket.socket(socket.AF_UNIX) as stranger, suppress(OSError):
+                    stranger.connect(f"\0{name}")
+                    stranger.settimeout(SOON)
+                    stranger.sendall(b"x" * 40)
+                    served.append(stranger.recv(1))
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+    try:
+        asked = _load_counted(jobs, "dcp_mem.load", False)
+    finally:
+        may_end.set()
+        thread.join()
+    assert greeted
+    assert b"".join(served) == b""
+    return asked
+
+
+def test_strangers_are_turned_away_and_the_neighbours_behind_them_are_served(
+    stored: Callable[..., list[Job]],
+) -> None:
+    jobs = stored(0, 0)
+    assert sum(forked_ranks(_load_among_strangers, 2, jobs)) <= _stored_nbytes(jobs[0])
+
+
+def _load_with_few_threads(jobs: Sequence[Job]) -> tuple[str, float, int]:
+    """Rank 0 can't start its second thread; what is raised, when, and which threads are left."""
+    start, started = threading.Thread.start, list[str]()
+
+    def start_few(thread: threading.Thread) -> None:
+        if thread.name == "dcp_mem-pass":
+            started.append(thread.name)
+            if dist.get_rank() == 0 and len(started) == 2:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_few)
+        error = raised_by(lambda: _load_counted(jobs, "dcp_mem.load", True))
+    seconds = time.monotonic() - began
+    left = sum(thread.name == "dcp_mem-pass" for thread in threading.enumerate())
+    dist.barrier()
+    return str(error), seconds, left
+
+
+def test_a_thread_that_cannot_be_started_leaves_none_at_work_and_no_peer_waiting(
+    stored: Callable[..., list[Job]],
+) -> None:
+    own, *others = forked_ranks(_load_with_few_threads, 4, stored(0, 1, 0, 1))
+    assert own[0] == "can't start new thread"
+    assert all("rank 0" in text for text, _, _ in others), others
+    for _, seconds, left in (own, *others):
+        assert seconds < SOON
+        assert not left
 
 
 def _load_and_be_killed(jobs: Sequence[Job], broadcast: bool) -> str:
@@ -506,7 +582,7 @@ def _load_a_part(job: Job, dim: int) -> tuple[int, int]:
         mesh,
         [Shard(dim)],
     )
-    asked = _Asked()
+    asked = _Asked(job)
     with asked.counting(), job.reader() as reader:
         dcp_mem.load({"w": w}, storage_reader=reader)
     expected = torch.arange(4096 * 2048.0).view(4096, 2048).chunk(4, dim)[dist.get_rank()]

@@ -12,6 +12,7 @@ from tests.support.checkpoints.jobs import Job
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.storage import ways
 from tests.support.storage.http_wire import Request
+from tests.support.storage.patience import asking_as
 from tests.support.storage.proxy import CorruptBody, Delay, Fault, Hang, LoseAnswer, Reset, Truncate
 from tests.support.storage.ways import Way, load_state, save_unflushed, without_memory
 
@@ -56,8 +57,7 @@ def way(stored: Way) -> Iterator[Way]:
 
 def load_quickly(job: Job) -> None:
     """Load in several pieces, and have faults get over soon."""
-    with pytest.MonkeyPatch.context() as patch:
-        ways.load_quickly(patch)
+    with pytest.MonkeyPatch.context() as patch, asking_as(ways.QUICK):
         for module in (pieces, sharing):
             patch.setattr(module, "PIECE", 1 << 20)
         load_state(without_memory(job), 1, NBYTES)

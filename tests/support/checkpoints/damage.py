@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+from dcp_mem.format.manifest import ItemTable, NodeManifest
+
+_NODES = ".dcp_mem/node-*.json"
+
 
 def flip(path: Path, position: int | None = None) -> None:
     """Flip a bit, in the middle unless told where."""
@@ -21,3 +25,9 @@ def empty(path: Path) -> None:
 
 def remove(path: Path) -> None:
     path.unlink()
+
+
+def stored_tables(directory: Path) -> dict[str, ItemTable]:
+    """Return where the items of each segment of a checkpoint on storage lie, by its file."""
+    manifests = [NodeManifest.from_json(one.read_bytes()) for one in directory.glob(_NODES)]
+    return {file: table for one in manifests for file, table in one.tables.items()}

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,11 +230,6 @@ def flush_quickly(
     patch.setattr(dcp_mem.flushing.flusher, "RETRIES_OF_A_FLUSH", retries)
     patch.setattr(dcp_mem.flushing.flusher, "_LONGEST_PAUSE", longest_pause)
     patch.setattr(dcp_mem.storage, "LEAST_PART", PART)
-
-
-def load_quickly(patch: pytest.MonkeyPatch) -> None:
-    """Have faults of a load get over soon."""
-    patch.setattr(dcp_mem.reader, "open_storage", partial(open_storage, retry_policy=QUICK))
 
 
 def put_into(memory_root: Path, saved: Path) -> None:
