@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from dcp_mem.flushing.registration import Registration
 from dcp_mem.memory.root import private_directory
@@ -138,11 +139,7 @@ def send(root: str, message: bytes, seconds: float = _ANSWER_SECONDS) -> bytes |
 
 def _start(root: str, message: bytes) -> int:
     private_directory(os.path.join(root, ".agent"))
-    package = os.path.abspath(__file__)
-    for _ in range(
-        3
-    ):  # from dcp_mem/flushing/agent_handle.py to the directory that dcp_mem lies in
-        package = os.path.dirname(package)
+    package = str(Path(__file__).absolute().parents[2])  # the directory that dcp_mem lies in
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
     environment = {
         **os.environ,

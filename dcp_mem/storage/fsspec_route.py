@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from dcp_mem.errors import (
@@ -24,7 +23,6 @@ from dcp_mem.storage import (
     Source,
     Unfinished,
     is_still,
-    part_nbytes,
     scatter,
 )
 from dcp_mem.storage.file_system import file_system_of
@@ -67,24 +65,7 @@ class FsspecStorage:
         path = self._path(key)
         with self._translator.errors():
             self._make_parent(path)
-
-        def open_stream() -> Any:
-            with self._translator.errors():
-                block_nbytes = max(part_nbytes(nbytes), _LEAST_BLOCK)
-                return self._fs.open(path, "wb", block_size=block_nbytes)
-
-        return FsspecUpload(
-            open_stream, nbytes, partial(self._check_size, key, nbytes), self._translator
-        )
-
-    def _check_size(self, key: str, nbytes: int) -> None:
-        """Raise StorageUnavailable where an object that has just been stored isn't whole."""
-        with self._translator.errors():
-            stored = int(self._fs.info(self._path(key))["size"])
-        if stored != nbytes:
-            raise StorageUnavailable(
-                self.url, f"{key} has {stored} bytes after an upload of {nbytes}"
-            )
+        return FsspecUpload(self._fs, path, nbytes, self._translator)
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         path = self._path(key)
@@ -198,24 +179,16 @@ class FsspecStorage:
 
 
 class FsspecUpload(InParts):
-    """An upload through a stream of fsspec's: parts in order; one that breaks off begins again.
-
-    `open_stream`: returns a stream to write to; the object appears when it is closed. `check`:
-    called once the stream is closed; raises where the object isn't whole.
-    """
+    """An upload through a stream of fsspec's: parts in order; one that breaks off begins again."""
 
     in_order = True
 
-    def __init__(
-        self,
-        open_stream: Callable[[], Any],
-        nbytes: int,
-        check: Callable[[], None],
-        translator: Translator,
-    ) -> None:
+    def __init__(self, fs: Any, path: str, nbytes: int, translator: Translator) -> None:
         super().__init__(nbytes)
-        self._open_stream, self._check, self._translator = open_stream, check, translator
-        self._stream, self._is_open = open_stream(), True
+        self._fs, self._path, self._translator = fs, path, translator
+        with translator.errors():
+            self._stream = fs.open(path, "wb", block_size=max(self.part_nbytes, _LEAST_BLOCK))
+        self._is_open = True
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         with self._translator.errors():
@@ -226,9 +199,14 @@ class FsspecUpload(InParts):
     def finish(self) -> None:
         self._check_that_all_were_put()
         with self._translator.errors():
-            self._stream.close()
-        self._is_open = False
-        self._check()
+            self._stream.close()  # only now does the object appear
+            self._is_open = False
+            stored = int(self._fs.info(self._path)["size"])
+        if stored != self._nbytes:
+            raise StorageUnavailable(
+                self._translator.url,
+                f"{self._path} has {stored} bytes after an upload of {self._nbytes}",
+            )
 
     def close(self) -> None:
         if self._is_open:
