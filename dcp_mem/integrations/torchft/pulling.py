@@ -23,7 +23,6 @@ from dcp_mem.format.checksums import blocks_of, checksum
 from dcp_mem.integrations.torchft.staged import (
     MARK_NBYTES,
     Kind,
-    machine,
     offsets_of,
     put_together,
     unpickled,
@@ -141,8 +140,6 @@ class _Pull:
 def _opened(offer: Mapping[str, Any]) -> int | None:
     """Open the other replica's slot; None where that isn't possible from here."""
     path = str(offer["file"])
-    if not offer["machine"] or offer["machine"] != machine():
-        return None
     with suppress(OSError):
         facts = os.stat(path)  # looked at first: opening another kind of file might do something
         if not stat.S_ISREG(facts.st_mode) or facts.st_ino != offer["inode"]:

@@ -22,7 +22,7 @@ from dcp_mem.comm.transfer import send
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.errors import DcpMemError
-from dcp_mem.integrations.torchft.staged import StagedState, machine
+from dcp_mem.integrations.torchft.staged import StagedState
 from dcp_mem.integrations.torchft.talk import Say, Talk, met
 
 _POLL_SECONDS = 0.2
@@ -144,7 +144,6 @@ class Server:
             mark=staged.mark.hex(),
             file=f"/proc/{os.getpid()}/fd/{staged.descriptor}",
             inode=staged.inode,
-            machine=machine(),
         )
         talk.say_bytes(Say.STRUCTURE, staged.structure)
         if talk.heard(Say.ROAD)["is_file"]:

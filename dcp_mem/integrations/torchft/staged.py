@@ -13,7 +13,7 @@ import pickle
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -144,13 +144,6 @@ class StagedState:
         assert self._slot.mapping is not None
         start = MARK_NBYTES + offset  # the mapping stays for as long as the view is used
         return memoryview(self._slot.mapping.buffer).cast("B")[start : start + nbytes]
-
-
-def machine() -> str:
-    """Return a text that processes of one machine have in common, until it boots again."""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-    return ""
 
 
 def _wait_for_devices(parts: Parts) -> None:
