@@ -29,12 +29,11 @@ import torch.distributed as dist
 from dcp_mem.comm import relay
 from dcp_mem.comm.addresses import check_open_files
 from dcp_mem.comm.collectives import Channel, Join, Ranks, Share, SingleRank
-from dcp_mem.comm.peers import PeerLost, Peers
+from dcp_mem.comm.peers import PeerLost, Peers, TcpWire
+from dcp_mem.comm.relay import Tree, tree_of
 from dcp_mem.comm.timed_store import BorrowedStore, MeetingPlace, TimedStore, own_connection
 from dcp_mem.comm.transports import Pair, connected
-from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.comm.waits import Waits
-from dcp_mem.comm.wire import TcpWire
 from dcp_mem.common.log import log
 from dcp_mem.config import Purpose, exchange_timeout
 from dcp_mem.errors import ConfigError, DcpMemError, RankFailed

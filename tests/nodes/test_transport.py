@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_mem
-from dcp_mem.comm.tcp_channel import TcpChannel
+from dcp_mem.comm.transports import TcpChannel
 from dcp_mem.nixl.channel import NixlChannel
 from tests.support.channels import UsedChannel
 from tests.support.checkpoints.jobs import Job
