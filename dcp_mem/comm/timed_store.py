@@ -132,6 +132,10 @@ class TimedStore:
         """
         self._calls.do(lambda: self._store.set(key, value), seconds)
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; return what it is then."""
+        return self._calls.do(lambda: int(self._store.add(key, amount)))
+
     def compare_set(
         self, key: str, expected: str, wanted: str, seconds: float | None = None
     ) -> bytes:
