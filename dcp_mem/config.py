@@ -32,7 +32,7 @@ _TRANSPORTS = "dcp_mem.transports"
 _OUR_TRANSPORTS = {
     "auto": "dcp_mem.nixl:connect_by_cards",
     "nixl": "dcp_mem.nixl:connect",
-    "tcp": "dcp_mem.comm.tcp_channel:TcpChannel",
+    "tcp": "dcp_mem.comm.transports:TcpChannel",
 }
 _EXTRAS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "azure"}
 """What `pip install 'dcp_mem[…]'` takes for URLs of a protocol."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dcp_mem.comm import relay
-from dcp_mem.comm.tree import Tree, tree_of
+from dcp_mem.comm.relay import Tree, tree_of
 from dcp_mem.common.sendable import encoded
 from dcp_mem.common.values import Segment
 from dcp_mem.format.names import segment_file

@@ -5,13 +5,14 @@ order:
 
     collectives   what a set of ranks can do together: `Ranks`, `Channel`, and `SingleRank`
     agreement     collective attempts, whose errors reach all ranks
-    tree, relay   the tree along which the ranks' values travel, and the collectives over it
+    relay         the tree along which the ranks' values travel, and the collectives over it
     addresses     where other ranks reach this one
     greetings     how a connection begins: proofs that both ends are of one job
-    peers, wire   TCP connections to those ranks that this rank talks to, and messages over them
-    job_ranks     `Ranks` over these connections; `ranks_of` finds or makes them
-    transports    a connection of two ranks for many bytes, by whatever moves them
-    control_line  small frames over TCP, for what is plugged in
+    link          a connection of two ranks, and messages over it, for votes and for many bytes
+    peers         links to those ranks that this rank votes with
+    job_ranks     `Ranks` over these links; `ranks_of` finds or makes them
+    transports    a channel of two ranks for many bytes, by whatever moves them
+    control_line  small frames over a link, for what is plugged in
     transfer      checked transfer of many bytes over a channel
     notices       messages to all ranks at any time, through the store
     timed_store   calls to the store that end in time

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 
 from dcp_mem.comm.addresses import is_out_of_files
+from dcp_mem.comm.timed_store import LOOK_SECONDS, NotCome
 from dcp_mem.common.files import own_directory, settled
 from dcp_mem.common.log import log_once
 from dcp_mem.config import memory_root_path
@@ -41,10 +42,19 @@ _LEAST_NBYTES, _MOST_NBYTES = 16, 4096
 _DIALS, _LISTENS = b"dials", b"listens"
 MOST_GREETINGS = 64
 """Connections whose greeting is awaited; a rank has fewer children."""
-_LOOK_SECONDS = 1.0
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 60,
+    socket.TCP_KEEPINTVL: 15,
+    socket.TCP_KEEPCNT: 8,
+}
+"""A peer's machine that is gone without a word is noticed within three minutes."""
 _NOBODYS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses that no machine has."""
 Address = tuple[str, int]
+
+
+class Unreachable(NotCome):
+    """The peer isn't there, or doesn't prove that it belongs to this job."""
 
 
 class Door:
@@ -127,43 +137,92 @@ class Door:
         return None
 
 
-def greet(
+def accepted(
+    door: Door, deadline: float, look: Callable[[], None] = lambda: None
+) -> tuple[int, socket.socket]:
+    """Return the next connection that greets as one of this job, and the number that it gives.
+
+    `deadline`: until when to wait, in seconds of the monotonic clock. `look`: called about once a
+    second meanwhile; raises where waiting is in vain. Raises NotCome, RuntimeError.
+    """
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            come = door.welcome(min(left, LOOK_SECONDS))
+        except OSError as error:
+            raise RuntimeError(f"no connection can be accepted: {error}") from None
+        if come is not None:
+            return come[0], _tuned(come[1])
+        look()
+    raise NotCome
+
+
+def dialled(
+    address: Address,
+    token: bytes,
+    deadline: float,
+    look: Callable[[], None] = lambda: None,
+    number: int = 0,
+) -> socket.socket:
+    """Return a connection to a peer that listens, once it has proved that it is of this job.
+
+    `deadline`, `look`: as of `accepted`. Raises NotCome, Unreachable, RuntimeError.
+    """
+    where = f"{address[0]}, port {address[1]}"
+    try:
+        connection = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
+    except OSError as error:
+        if is_out_of_files(error):
+            raise RuntimeError(f"no connection can be made: {error}") from None
+        raise Unreachable(f"can't be reached at {where}: {error}") from None
+    try:
+        _greet(connection, address, token, number, deadline, look)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, OSError):
+            raise Unreachable(f"its connection has closed at {where}: {error}") from None
+        raise
+    return _tuned(connection)
+
+
+def _greet(
     connection: socket.socket,
     address: Address,
     token: bytes,
     number: int,
     deadline: float,
-    look: Callable[[], None] = lambda: None,
+    look: Callable[[], None],
 ) -> None:
-    """Greet who listens at the address that was dialled, and wait for the proof of who it is.
+    """Greet who listens at the address that was dialled, and wait for the proof of who it is."""
+    head = number.to_bytes(_NUMBER_NBYTES, "little") + secrets.token_bytes(_NONCE_NBYTES)
+    key, answer = token + _secret_with(address[0]), b""
+    connection.sendall(head + _proof(key, _DIALS, address, head))
+    while len(answer) < _PROOF_NBYTES:
+        left = deadline - time.monotonic()
+        connection.settimeout(max(min(left, LOOK_SECONDS), 0.001))
+        try:
+            data = connection.recv(_PROOF_NBYTES - len(answer))
+        except TimeoutError:
+            if left <= 0:
+                raise NotCome from None
+            look()
+            continue
+        if not data:
+            raise ConnectionError(
+                f"it has ended, or has another secret than this process: {_where()}"
+            )
+        answer += data
+    if not hmac.compare_digest(answer, _proof(key, _LISTENS, address, head)):
+        raise ConnectionError(f"somebody else answers there, without the secret: {_where()}")
 
-    `deadline`: until when to wait, in seconds of the monotonic clock. Raises TimeoutError,
-    ConnectionError, RuntimeError.
-    """
-    try:
-        head = number.to_bytes(_NUMBER_NBYTES, "little") + secrets.token_bytes(_NONCE_NBYTES)
-        key, answer = token + _secret_with(address[0]), b""
-        connection.sendall(head + _proof(key, _DIALS, address, head))
-        while len(answer) < _PROOF_NBYTES:
-            left = deadline - time.monotonic()
-            connection.settimeout(max(min(left, _LOOK_SECONDS), 0.001))
-            try:
-                data = connection.recv(_PROOF_NBYTES - len(answer))
-            except TimeoutError:
-                if left <= 0:
-                    raise
-                look()
-                continue
-            if not data:
-                raise ConnectionError(
-                    f"it has ended, or has another secret than this process: {_where()}"
-                )
-            answer += data
-        if not hmac.compare_digest(answer, _proof(key, _LISTENS, address, head)):
-            raise ConnectionError(f"somebody else answers there, without the secret: {_where()}")
-    except BaseException:
-        connection.close()
-        raise
+
+def _tuned(connection: socket.socket) -> socket.socket:
+    """Have a connection not block, send small messages at once, and notice a lost machine."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
 
 
 def _proof(key: bytes, role: bytes, address: Address, head: bytes) -> bytes:

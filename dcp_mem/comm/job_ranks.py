@@ -29,12 +29,11 @@ import torch.distributed as dist
 from dcp_mem.comm import relay
 from dcp_mem.comm.addresses import check_open_files
 from dcp_mem.comm.collectives import Channel, Join, Ranks, Share, SingleRank
-from dcp_mem.comm.peers import PeerLost, Peers
+from dcp_mem.comm.peers import PeerLost, Peers, TcpWire
+from dcp_mem.comm.relay import Tree, tree_of
 from dcp_mem.comm.timed_store import BorrowedStore, MeetingPlace, TimedStore, own_connection
 from dcp_mem.comm.transports import Pair, connected
-from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.comm.waits import Waits
-from dcp_mem.comm.wire import TcpWire
 from dcp_mem.common.log import log
 from dcp_mem.config import Purpose, exchange_timeout
 from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
@@ -145,7 +144,7 @@ class JobRanks:
         if ranks is None:
             # Without its prefixes, the store may have keys of other runs.
             purpose = f"{purpose} {run_token()}"
-            with _meeting(self.rank):
+            with meeting(self.rank):
                 store = _shared_connection(default, seconds)
             ranks = _ranks[key] = JobRanks(
                 self.rank, self._members, purpose, store, seconds, variable
@@ -235,7 +234,7 @@ class JobRanks:
         return tree_of(list(map(str, range(self.size))), self.rank)
 
     def _is_broken(self) -> bool:
-        with _meeting(self.rank):
+        with meeting(self.rank):
             return self._timed_store.check(self._broken_key())
 
     def _others_gave_up(self) -> bool:
@@ -333,7 +332,7 @@ class JobRanks:
 
 
 @contextmanager
-def _meeting(rank: int) -> Iterator[None]:
+def meeting(rank: int) -> Iterator[None]:
     """Raise RankFailed where the store is gone, or silent."""
     try:
         yield
@@ -365,7 +364,7 @@ def run_token() -> str:
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     store = TimedStore(default_store(), min(exchange_timeout(), _STORE_SECONDS))
-    with _meeting(dist.get_rank()):
+    with meeting(dist.get_rank()):
         return store.compare_set("dcp_mem/run", "", uuid.uuid4().hex).decode()
 
 
@@ -390,10 +389,8 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: Purpose | str, method: st
     own. `method`: what the user has called, for texts; by default what the purpose is for. Raises
     RankFailed.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return SingleRank()
-    members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-    if len(members) == 1:
+    members = _members(group)
+    if len(members) < 2:
         return SingleRank()
     key = _key_of(members, purpose)
     ranks = _ranks.get(key)
@@ -405,6 +402,19 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: Purpose | str, method: st
         )
     ranks.refresh(method=method)
     return ranks
+
+
+def known_ranks(group: dist.ProcessGroup | None, purpose: Purpose | str) -> Ranks | None:
+    """Return the ranks that `ranks_of` has made before; None where it hasn't. No communication."""
+    members = _members(group)
+    return SingleRank() if len(members) < 2 else _ranks.get(_key_of(members, purpose))
+
+
+def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the ranks of a process group; none without torch.distributed."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ()
+    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
 
 
 def refuse_missing_group() -> None:
@@ -424,16 +434,6 @@ def refuse_missing_group() -> None:
         "torch.distributed.init_process_group first, on all ranks; where this process alone saves, "
         "unset WORLD_SIZE or pass no_dist=True to dcp_mem.save"
     )
-
-
-def known_ranks(group: dist.ProcessGroup | None, purpose: Purpose | str) -> Ranks | None:
-    """Return the ranks that `ranks_of` has made before; None where it hasn't. No communication."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return SingleRank()
-    members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-    if len(members) == 1:
-        return SingleRank()
-    return _ranks.get(_key_of(members, purpose))
 
 
 def _forget_earlier_groups(default: dist.Store) -> None:

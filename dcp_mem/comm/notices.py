@@ -7,17 +7,15 @@ store that the ranks met in; a thread of every rank reads it there.
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 
 import torch.distributed as dist
 
-from dcp_mem.comm.job_ranks import default_store, restart_count, run_token
-from dcp_mem.comm.timed_store import TimedCalls, own_connection
+from dcp_mem.comm.job_ranks import default_store, meeting, restart_count, run_token
+from dcp_mem.comm.timed_store import TimedStore, own_connection
 from dcp_mem.config import exchange_timeout
-from dcp_mem.errors import RankFailed
 
 _STORE_SECONDS = 30.0
 _POLL_SECONDS = 0.02
@@ -33,7 +31,7 @@ class Notices:
 
     All ranks make one equally often: the n-th ones of all ranks belong together, and share nothing
     with earlier ones. There are two connections to the store: one is for `next`, which belongs to
-    one thread; the other methods share the other one, one call at a time.
+    one thread; the other methods share the other one.
 
     Raises RankFailed.
     """
@@ -44,51 +42,35 @@ class Notices:
         facts = (purpose, restart_count(), run_token())
         _made[repr(facts)] += 1
         digest = hashlib.sha256(repr((*facts, _made[repr(facts)])).encode()).hexdigest()[:16]
-        store = default_store()
-        self._seconds = min(exchange_timeout(), _STORE_SECONDS)
-        try:
-            self._asking_store, self._listening_store = (
-                dist.PrefixStore(f"dcp_mem/notices/{digest}", own_connection(store, self._seconds))
+        store, seconds = default_store(), min(exchange_timeout(), _STORE_SECONDS)
+        with meeting(self.rank):
+            self._asking, self._listening = (
+                TimedStore(
+                    dist.PrefixStore(f"dcp_mem/notices/{digest}", own_connection(store, seconds)),
+                    seconds,
+                )
                 for _ in range(2)
             )
-        except RuntimeError as error:
-            raise self._failed(error) from None
-        self._asking, self._listening = TimedCalls(self._seconds), TimedCalls(self._seconds)
-        self._guard = threading.Lock()  # around calls to the first connection
         self._read = 0
 
     def count(self, what: str) -> int:
         """Increment a counter that all ranks share; return its value."""
-        try:
-            with self._guard:
-                return self._asking.do(lambda: int(self._asking_store.add(f"count/{what}", 1)))
-        except RuntimeError as error:
-            raise self._failed(error) from None
+        with meeting(self.rank):
+            return self._asking.add(f"count/{what}", 1)
 
     def reset(self, what: str) -> None:
         """Set a counter that all ranks share to 0; no rank may be counting."""
         key = f"count/{what}"
-        try:
-            with self._guard:
-                count = self._asking.do(lambda: int(self._asking_store.add(key, 0)))
-                self._asking.do(lambda: self._asking_store.add(key, -count))
-        except RuntimeError as error:
-            raise self._failed(error) from None
+        with meeting(self.rank):
+            self._asking.add(key, -self._asking.add(key, 0))
 
     def settle(self, what: str, proposal: str) -> str:
         """Settle a question by the first proposal; return that proposal, on every rank.
 
         `proposal`: this rank's answer, which counts where this rank is the first.
         """
-        try:
-            with self._guard:
-                return self._asking.do(
-                    lambda: bytes(
-                        self._asking_store.compare_set(f"settled/{what}", "", proposal)
-                    ).decode()
-                )
-        except RuntimeError as error:
-            raise self._failed(error) from None
+        with meeting(self.rank):
+            return self._asking.compare_set(f"settled/{what}", "", proposal).decode()
 
     def settled(self, what: str, seconds: float) -> str | None:
         """Wait until some rank has settled a question; return the answer.
@@ -96,25 +78,18 @@ class Notices:
         Returns None if nobody settled it in time.
         """
         key, deadline = f"settled/{what}", time.monotonic() + seconds
-        try:
-            while True:
-                with self._guard:
-                    if self._asking.do(lambda: bool(self._asking_store.check([key]))):
-                        return self._asking.do(lambda: bytes(self._asking_store.get(key)).decode())
+        with meeting(self.rank):
+            while not self._asking.check(key):
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(_POLL_SECONDS)
-        except RuntimeError as error:
-            raise self._failed(error) from None
+            return self._asking.get(key).decode()
 
     def add(self, notice: str) -> None:
         """Add a notice, which all ranks read, this one too."""
         number = self.count("notices")
-        try:
-            with self._guard:
-                self._asking.do(lambda: self._asking_store.set(f"notice/{number}", notice))
-        except RuntimeError as error:
-            raise self._failed(error) from None
+        with meeting(self.rank):
+            self._asking.set(f"notice/{number}", notice)
 
     def next(self, is_awaited: Callable[[], bool]) -> str | None:
         """Return the next notice, or None if none has come after a while.
@@ -124,21 +99,14 @@ class Notices:
         `is_awaited`: returns whether this process waits for a notice, so that polling is quicker.
         """
         key = f"notice/{self._read + 1}"
-        try:
-            for _ in range(_LOOKS):
-                if self._listening.do(lambda: bool(self._listening_store.check([key]))):
-                    text = self._listening.do(
-                        lambda: bytes(self._listening_store.get(key)).decode()
-                    )
+        for _ in range(_LOOKS):
+            with meeting(self.rank):
+                if self._listening.check(key):
+                    text = self._listening.get(key).decode()
                     self._read += 1
                     return text
-                for _ in range(_IDLE_POLLS):
-                    time.sleep(_POLL_SECONDS)
-                    if is_awaited():
-                        break
-        except RuntimeError as error:
-            raise self._failed(error) from None
+            for _ in range(_IDLE_POLLS):
+                time.sleep(_POLL_SECONDS)
+                if is_awaited():
+                    break
         return None
-
-    def _failed(self, error: RuntimeError) -> RankFailed:
-        return RankFailed("meeting the other ranks", [(self.rank, str(error).split("\n")[0][:300])])

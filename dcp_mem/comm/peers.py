@@ -1,4 +1,5 @@
-"""Connections of one rank to other ranks, each made when the rank first needs it.
+"""Connections of one rank to other ranks, each made when the rank first needs it, and the messages
+that collectives send over them.
 
 Of two ranks, the one with the lower number listens. It puts its address into the store once; the
 other one looks the address up and connects. So a rank that talks to its parent and children in a
@@ -11,28 +12,22 @@ A connection opens with a greeting, by which both ranks prove that they belong t
 from __future__ import annotations
 
 import json
+import math
 import os
-import socket
+import select
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
-from dcp_mem.comm.addresses import is_out_of_files, listening_socket
-from dcp_mem.comm.greetings import Door, greet
-from dcp_mem.comm.timed_store import FIRST_PAUSE, LONGEST_PAUSE, LOOK_SECONDS, TimedStore
+from dcp_mem.comm.addresses import listening_socket
+from dcp_mem.comm.greetings import Door, accepted, dialled
+from dcp_mem.comm.link import ENDED, Link, Message
+from dcp_mem.comm.timed_store import LONGEST_PAUSE, LOOK_SECONDS, NotCome, TimedStore
 
 _GRACE_SECONDS = 5.0
 """How long an address where nobody answers may be one of before a restart, in the same store."""
-_KEEPALIVE = {
-    socket.TCP_KEEPIDLE: 60,
-    socket.TCP_KEEPINTVL: 15,
-    socket.TCP_KEEPCNT: 8,
-}
-"""A peer's machine that is gone without a word is noticed within three minutes."""
-
-
-ENDED = "its connection has closed: the process has ended, or has left the call"
 
 
 class PeerLost(RuntimeError):
@@ -62,11 +57,11 @@ class Peers:
         """
         self._name, self._rank, self._store = name, rank, store
         self._have_given_up, self._look = have_given_up, look
-        self._sockets: dict[int, socket.socket] = {}
+        self._links: dict[int, Link] = {}
         self._door: Door | None = None
         _all_peers.add(self)
 
-    def connected(self, ranks: Sequence[int], deadline: float) -> list[socket.socket]:
+    def connected(self, ranks: Sequence[int], deadline: float) -> list[Link]:
         """Return the connections to these ranks, in this order; make those that there aren't.
 
         Each of the ranks calls this with this rank among its own.
@@ -74,49 +69,34 @@ class Peers:
         `deadline`: until when to wait, in seconds of the monotonic clock. Raises PeerLost,
         RuntimeError.
         """
-        missing = [rank for rank in ranks if rank not in self._sockets]
-        if missing:
-            try:
-                self._connect(missing, deadline)
-            except OSError as error:
-                if is_out_of_files(error):
-                    raise RuntimeError(f"connecting to rank {missing[0]}: {error}") from None
-                raise
-        return [self._sockets[rank] for rank in ranks]
+        missing = [rank for rank in ranks if rank not in self._links]
+        # Listening first: two ranks that wait for each other's address would wait for ever.
+        if self._door is None and any(rank > self._rank for rank in missing):
+            self._listen()
+        for rank in missing:
+            if rank < self._rank:
+                self._dial(rank, deadline)
+        while awaited := [rank for rank in ranks if rank not in self._links]:
+            self._accept(awaited, deadline)
+        return [self._links[rank] for rank in ranks]
 
     def look(self) -> None:
         """Look whether a connection has closed, and nothing is left to read of it.
 
         Raises PeerLost.
         """
-        for rank, connection in list(self._sockets.items()):
-            try:
-                is_there = bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-            except BlockingIOError:
-                continue
-            except OSError:
-                is_there = False
-            if not is_there:
+        for rank, link in list(self._links.items()):
+            if link.has_ended:
                 raise PeerLost(rank, ENDED)
 
     def close(self) -> None:
         """Close all connections; what has been sent still arrives."""
-        for connection in self._sockets.values():
-            connection.close()
+        for link in self._links.values():
+            link.close()
         if self._door is not None:
             self._door.close()
         self._door = None
-        self._sockets.clear()
-
-    def _connect(self, ranks: Sequence[int], deadline: float) -> None:
-        higher = [rank for rank in ranks if rank > self._rank]
-        # Listening first: two ranks that wait for each other's address would wait for ever.
-        if higher and self._door is None:
-            self._listen()
-        for rank in ranks:
-            if rank < self._rank:
-                self._sockets[rank] = self._dialled(rank, deadline)
-        self._accept(higher, deadline)
+        self._links.clear()
 
     def _listen(self) -> None:
         self._door = Door(listening_socket())
@@ -126,108 +106,120 @@ class Peers:
     def _key(self, rank: int) -> str:
         return f"{self._name}/address/{rank}"
 
-    def _dialled(self, rank: int, deadline: float) -> socket.socket:
-        address = self._address_of(rank, deadline)
-        until = min(deadline, _now() + _GRACE_SECONDS)
+    def _dial(self, rank: int, deadline: float) -> None:
+        look = partial(self._look_at, rank)
         try:
-            return self._dial(rank, address, deadline)
-        except PeerLost:
-            newer = self._newer_address(rank, address, until)
-            if newer is None:
-                raise
-        return self._dial(rank, newer, deadline)
+            address = self._store.awaited(self._key(rank), deadline, look)
+            until = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            while True:
+                host, port, token = json.loads(address)
+                key, to = bytes.fromhex(token), (host, port)
+                try:
+                    link = Link(dialled(to, key, deadline, look, self._rank))
+                    break
+                except NotCome:
+                    newer = self._newer_address(rank, address, until)
+                    if newer is None:
+                        raise
+                    address = newer
+        except NotCome as error:
+            raise PeerLost(rank, str(error)) from None
+        self._links[rank] = link
 
     def _newer_address(self, rank: int, address: bytes, until: float) -> bytes | None:
         """Return another address that the rank puts into the store by then; None for none."""
         while (found := self._store.get(self._key(rank))) == address:
-            if _now() >= until:
+            if time.monotonic() >= until:
                 return None
             time.sleep(LONGEST_PAUSE / 5)
         return found
 
-    def _dial(self, rank: int, address: bytes, deadline: float) -> socket.socket:
-        host, port, token = json.loads(address)
+    def _accept(self, awaited: Sequence[int], deadline: float) -> None:
+        """Accept one connection, be it of one of these ranks or not."""
+        assert self._door is not None
+        look = partial(self._look_at, awaited[0])
         try:
-            connection = socket.create_connection((host, port), max(deadline - _now(), 0.001))
-        except OSError as error:
-            if is_out_of_files(error):
-                raise
-            raise PeerLost(rank, f"can't be reached at {host}, port {port}: {error}") from None
-        try:
-            key, look = bytes.fromhex(token), partial(self._look_at, rank)
-            greet(connection, (host, port), key, self._rank, deadline, look)
-        except TimeoutError:
-            raise PeerLost(rank, "it has not come to this call in time") from None
-        except OSError as error:
-            where = f"{host}, port {port}"
-            raise PeerLost(rank, f"its connection has closed at {where}: {error}") from None
-        return tuned(connection)
-
-    def _address_of(self, rank: int, deadline: float) -> bytes:
-        """Return what a rank has put into the store; wait for it."""
-        # It asks time and again: a call that waits for a key blocks whoever shares the connection.
-        key, pause, looked = self._key(rank), FIRST_PAUSE, _now()
-        while not self._store.check(key):
-            if _now() >= deadline:
-                raise PeerLost(rank, "it has not come to this call in time")
-            self._look(rank)
-            if _now() - looked >= LOOK_SECONDS:
-                self._check_that_none_has_given_up()
-                looked = _now()
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        return self._store.get(key)
-
-    def _accept(self, ranks: Sequence[int], deadline: float) -> None:
-        """Accept connections until all of these ranks have one."""
-        looked = _now()
-        while missing := [rank for rank in ranks if rank not in self._sockets]:
-            left = deadline - _now()
-            if left <= 0:
-                raise PeerLost(missing[0], "it has not come to this call in time")
-            self._look(missing[0])
-            assert self._door is not None
-            come = self._door.welcome(min(left, LOOK_SECONDS))
-            if come is not None and come[0] in missing:
-                self._sockets[come[0]] = tuned(come[1])
-            elif come is not None:
-                come[1].close()
-            if _now() - looked >= LOOK_SECONDS:
-                self._check_that_none_has_given_up()
-                looked = _now()
+            rank, connection = accepted(self._door, deadline, look)
+        except NotCome as error:
+            raise PeerLost(awaited[0], str(error)) from None
+        if rank in awaited:
+            self._links[rank] = Link(connection)
+        else:
+            connection.close()
 
     def _look_at(self, rank: int) -> None:
         self._look(rank)
-        self._check_that_none_has_given_up()
-
-    def _check_that_none_has_given_up(self) -> None:
         if self._have_given_up():
             raise RuntimeError("other ranks have given up meanwhile")
 
 
-def _now() -> float:
-    return time.monotonic()
+class TcpWire:
+    """Carries bytes between this rank and its peers; see `relay.Wire`.
+
+    Where a rank is silent, all ranks time out; the first one to do so names the silent rank for
+    all. So a rank waits a little less for higher ranks, its children, than for its parent: the
+    silent rank's own neighbour is the first.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        rank: int,
+        deadline: float,
+        margin: float = 0.0,
+        look: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Describe the wire.
+
+        `deadline`: until when its messages are waited for, in seconds of the monotonic clock.
+        `margin`: seconds by which a rank waits less for higher ranks, and longer for lower ones.
+        `look`: called with a rank that is awaited, about once a second.
+        """
+        self._peers, self._rank = peers, rank
+        self._deadline, self._margin, self._look = deadline, margin, look
+        self._began = time.monotonic()
+
+    def send(self, ranks: Sequence[int], data: Any) -> None:
+        self._move(ranks, lambda link: link.send(data))
+
+    def receive(self, ranks: Sequence[int]) -> list[Any]:
+        return [message.body for message in self._move(ranks, Link.receive)]
+
+    def _move(self, ranks: Sequence[int], begin: Callable[[Link], Message]) -> list[Message]:
+        """Begin a message to, or from, each of the ranks; return them once all have moved."""
+        is_parent = bool(ranks) and ranks[0] < self._rank
+        deadline = self._deadline + (self._margin if is_parent else -self._margin)
+        links = self._peers.connected(ranks, deadline)
+        messages = [begin(link) for link in links]
+        waiting, poller = dict[int, tuple[int, Link, Message]](), select.poll()
+        for rank, link, message in zip(ranks, links, messages, strict=True):
+            if not _is_done(rank, link, message):
+                waiting[link.fileno()] = rank, link, message
+                poller.register(link, link.events)
+        while waiting:
+            seconds = deadline - time.monotonic()
+            ready = poller.poll(math.ceil(min(max(seconds, 0.0), LOOK_SECONDS) * 1000))
+            if not ready:
+                awaited = next(iter(waiting.values()))[0]
+                if seconds <= 0:
+                    raise PeerLost(
+                        awaited, f"it was silent for {time.monotonic() - self._began:.0f} s"
+                    )
+                self._look(awaited)
+            for descriptor, _ in ready:
+                if _is_done(*waiting[descriptor]):
+                    del waiting[descriptor]
+                    poller.unregister(descriptor)
+        return messages
 
 
-def tuned(connection: socket.socket) -> socket.socket:
-    """Have a connection not block, send small messages at once, and notice a lost machine."""
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    return connection
-
-
-def drop(views: list[memoryview], nbytes: int) -> None:
-    """Take so many bytes, which have moved, from the front of a list of buffers."""
-    count = 0
-    while nbytes and nbytes >= len(views[count]):
-        nbytes -= len(views[count])
-        count += 1
-    del views[:count]
-    if nbytes:
-        views[0] = views[0][nbytes:]
+def _is_done(rank: int, link: Link, message: Message) -> bool:
+    if message.is_done:
+        return True
+    try:
+        return link.advance(message)
+    except RuntimeError as error:
+        raise PeerLost(rank, str(error)) from None
 
 
 _all_peers = WeakSet[Peers]()

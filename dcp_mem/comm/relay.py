@@ -1,23 +1,32 @@
 """Collectives along a tree: the ranks join, exchange, gather, broadcast, scatter and route values.
 
-They work over any wire that carries bytes between a rank and its neighbours in the tree. Nothing
-comes down the tree before all ranks below have come to the call, be it with an empty message: a
-value that was sent to a rank which never comes would be taken for received.
+Nodes are kept together in the tree. Each node's first rank is its leader and relays for the node's
+other ranks; the leaders form a tree of their own below rank 0, and so do the ranks of a node below
+their leader. So a value crosses to a node once, and a rank has at most 16 children, all of which
+have higher numbers.
+
+The collectives work over any wire that carries bytes between a rank and its neighbours in the tree.
+Nothing comes down the tree before all ranks below have come to the call, be it with an empty
+message: a value that was sent to a rank which never comes would be taken for received.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any, Protocol, TypeVar, cast
 
 from dcp_mem import errors
 from dcp_mem.comm.collectives import Join, Share
-from dcp_mem.comm.tree import Tree
 from dcp_mem.common.sendable import decoded, encoded, sendable_as
 
 T = TypeVar("T")
+_FAN_OUT = 8
 _FAST_COMPRESSION = 1
 MOST_UNPACKED = 1 << 32
 """Bytes that the root tells its leaders, at most."""
@@ -47,11 +56,7 @@ class Wire(Protocol):
 
 def all_reduce(wire: Wire, tree: Tree, value: T, join: Callable[[T, T], T]) -> T:
     """Join all ranks' values; return the result on every rank."""
-    for received in wire.receive(tree.children):
-        value = join(value, decoded(received))
-    if tree.parent is not None:
-        wire.send([tree.parent], encoded(value))
-    return _sent_down(wire, tree, value)
+    return _sent_down(wire, tree, reduce(wire, tree, value, partial(functools.reduce, join)))
 
 
 def exchange(wire: Wire, tree: Tree, value: T) -> list[T]:
@@ -72,11 +77,11 @@ def _await(wire: Wire, parent: int | None, children: Sequence[int]) -> None:
         wire.send([parent], b"")
 
 
-def _sent_down(wire: Wire, tree: Tree, value: T) -> T:
+def _sent_down(wire: Wire, tree: Tree, value: T | None) -> T:
     """Send the root's value down the tree; return it on every rank."""
     if tree.parent is None:
         wire.send(tree.children, encoded(value))
-        return value
+        return cast("T", value)
     (received,) = wire.receive([tree.parent])
     wire.send(tree.children, received)
     received_value: T = decoded(received)
@@ -106,15 +111,13 @@ def gather(wire: Wire, tree: Tree, value: T, share: Share[T]) -> list[T]:
 
     `share`: called on each rank with the values of its subtree, before they are sent on.
     """
-    found: dict[int, T] = {tree.rank: value}
-    for received in wire.receive(tree.children):
-        found.update(decoded(received))
-    ranks = sorted(found)
-    values = share([found[rank] for rank in ranks])
-    if tree.parent is None:
-        return list(values)
-    wire.send([tree.parent], encoded(dict(zip(ranks, values, strict=True))))
-    return []
+
+    def join(parts: Sequence[dict[int, T]]) -> dict[int, T]:
+        found = dict(sorted(chain.from_iterable(part.items() for part in parts), key=itemgetter(0)))
+        return dict(zip(found, share(list(found.values())), strict=True))
+
+    found = reduce(wire, tree, {tree.rank: value}, join)
+    return [] if found is None else list(found.values())
 
 
 def reduce(wire: Wire, tree: Tree, value: T, join: Join[T]) -> T | None:
@@ -123,7 +126,7 @@ def reduce(wire: Wire, tree: Tree, value: T, join: Join[T]) -> T | None:
     `join`: called on each rank that has children, with its value and theirs.
     """
     received = [decoded(one) for one in wire.receive(tree.children)]
-    joined = join([value, *received]) if received else value
+    joined: T = join([value, *received]) if received else value
     if tree.parent is None:
         return joined
     wire.send([tree.parent], encoded(joined))
@@ -173,3 +176,92 @@ _Parcels = dict[int, list[tuple[int, bytes]]]
 def _add(parcels: _Parcels, others: _Parcels) -> None:
     for rank, of_rank in others.items():
         parcels.setdefault(rank, []).extend(of_rank)
+
+
+# -- the tree --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """One rank's position in the tree."""
+
+    rank: int
+    parent: int | None  # None at the root
+    # for each child on another node, all ranks in its subtree, the child first
+    leaders_below: Sequence[Sequence[int]] = ()
+    # for each child on this node, all ranks in its subtree, the child first
+    neighbours_below: Sequence[Sequence[int]] = ()
+    is_leader: bool = True  # whether this rank is the first one of its node
+    depth: int = 0  # how many ranks a value passes from here to the root
+
+    @property
+    def below(self) -> Sequence[Sequence[int]]:
+        """For each child, all ranks in its subtree, the child first."""
+        return (*self.leaders_below, *self.neighbours_below)
+
+    @property
+    def children(self) -> list[int]:
+        """The ranks that this rank exchanges values with, apart from its parent."""
+        return [ranks[0] for ranks in self.below]
+
+    @property
+    def leaders(self) -> list[int]:
+        """The children that lead nodes of their own."""
+        return [ranks[0] for ranks in self.leaders_below]
+
+
+def tree_of(nodes: Sequence[str], rank: int) -> Tree:
+    """Return a rank's position in the tree."""
+    members: dict[str, list[int]] = {}
+    for member, node in enumerate(nodes):
+        members.setdefault(node, []).append(member)
+    leaders = [ranks[0] for ranks in members.values()]  # in the order of their ranks, rank 0 first
+    position = leaders.index(members[nodes[rank]][0])
+    node_members = members[nodes[rank]]
+    place = node_members.index(rank)
+    neighbours_below = _ranks_below(place, [[member] for member in node_members])
+    depth = _depth(position) + _depth(place)
+    if place:
+        return Tree(
+            rank=rank,
+            parent=node_members[_parent(place)],
+            neighbours_below=neighbours_below,
+            is_leader=False,
+            depth=depth,
+        )
+    return Tree(
+        rank=rank,
+        parent=leaders[_parent(position)] if position else None,
+        leaders_below=_ranks_below(position, list(members.values())),
+        neighbours_below=neighbours_below,
+        depth=depth,
+    )
+
+
+def _ranks_below(position: int, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return, for each child of a position, the ranks of all groups in its subtree."""
+    return [
+        [rank for descendant in _subtree(child, len(groups)) for rank in groups[descendant]]
+        for child in _children(position, len(groups))
+    ]
+
+
+def _parent(position: int) -> int:
+    return (position - 1) // _FAN_OUT
+
+
+def _depth(position: int) -> int:
+    depth = 0
+    while position:
+        position, depth = _parent(position), depth + 1
+    return depth
+
+
+def _children(position: int, count: int) -> range:
+    return range(position * _FAN_OUT + 1, min(position * _FAN_OUT + 1 + _FAN_OUT, count))
+
+
+def _subtree(position: int, count: int) -> Iterator[int]:
+    yield position
+    for child in _children(position, count):
+        yield from _subtree(child, count)

@@ -25,6 +25,13 @@ LOOK_SECONDS = 1.0
 """How often a rank that waits for another one looks whether that is in vain."""
 
 
+class NotCome(RuntimeError):
+    """The peer has not come in time."""
+
+    def __init__(self, why: str = "it has not come to this call in time") -> None:
+        super().__init__(why)
+
+
 class TimedCalls:
     """Makes one call at a time, for all threads, and gives up on it after some seconds."""
 
@@ -125,6 +132,10 @@ class TimedStore:
         """
         self._calls.do(lambda: self._store.set(key, value), seconds)
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; return what it is then."""
+        return self._calls.do(lambda: int(self._store.add(key, amount)))
+
     def compare_set(
         self, key: str, expected: str, wanted: str, seconds: float | None = None
     ) -> bytes:
@@ -137,12 +148,30 @@ class TimedStore:
             lambda: bytes(self._store.compare_set(key, expected, wanted)), seconds
         )
 
+    def awaited(self, key: str, deadline: float, look: Callable[[], None]) -> bytes:
+        """Return a key's value; wait for it, until this second of the monotonic clock.
+
+        It asks time and again: who waits for a key blocks whoever shares the connection. `look`:
+        called about once a second meanwhile; raises where waiting is in vain. Raises NotCome,
+        RuntimeError.
+        """
+        pause, looked = FIRST_PAUSE, time.monotonic()
+        while not self.check(key):
+            now = time.monotonic()
+            if now >= deadline:
+                raise NotCome
+            if now - looked >= LOOK_SECONDS:
+                look()
+                looked = now
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return self.get(key)
+
 
 class MeetingPlace:
     """Where two ranks leave each other what they need to connect, in the store of the job.
 
-    It asks time and again: who waits for a key blocks whoever shares the connection. And torch
-    looks up the name of each new connection's address, on both ends; where the network has no
+    Torch looks up the name of each new connection's address, on both ends; where the network has no
     answer to that, it takes seconds. So what connects for a moment shares a connection.
     """
 
@@ -162,18 +191,9 @@ class MeetingPlace:
     def get(self, key: str, deadline: float) -> bytes:
         """Return a key's value; wait for it, until this second of the monotonic clock.
 
-        Raises RuntimeError.
+        Raises NotCome, RuntimeError.
         """
-        pause, looked = FIRST_PAUSE, time.monotonic()
-        while not self._store.check(self._prefix + key):
-            if time.monotonic() >= deadline:
-                raise RuntimeError("the peer has not come in time")
-            if time.monotonic() - looked >= LOOK_SECONDS:
-                self.look()
-                looked = time.monotonic()
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        return self._store.get(self._prefix + key)
+        return self._store.awaited(self._prefix + key, deadline, self.look)
 
 
 def own_connection(store: dist.Store, seconds: float) -> dist.Store:

@@ -10,15 +10,15 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from dcp_mem.comm.addresses import listening_socket
 from dcp_mem.comm.collectives import Channel
-from dcp_mem.comm.control_line import accepted, dialled
-from dcp_mem.comm.greetings import Door
+from dcp_mem.comm.greetings import Door, accepted, dialled
+from dcp_mem.comm.link import Link
 from dcp_mem.comm.timed_store import MeetingPlace
 from dcp_mem.common.log import log
 from dcp_mem.config import transport_point
@@ -113,19 +113,35 @@ def _say_why(choice: str, error: TransportUnusable) -> None:
 _said = set[str]()
 
 
-def met(pair: Pair) -> socket.socket:
+def met(pair: Pair, key: str = "address", deadline: float | None = None) -> socket.socket:
     """Return a connection between the two ranks; both of them call this.
 
-    Raises RuntimeError.
+    `key`: under which the first one leaves its address, once. `deadline`: until when, in seconds of
+    the monotonic clock; None for as long as connecting may take. Raises RuntimeError.
     """
-    deadline = time.monotonic() + pair.seconds
+    deadline = time.monotonic() + pair.seconds if deadline is None else deadline
     try:
         if pair.is_sender:
             with closing(Door(listening_socket())) as door:
-                pair.store.set("address", json.dumps([*door.address, door.token.hex()]))
-                return accepted(door, deadline, pair.store.look)
-        host, port, token = json.loads(pair.store.get("address", deadline))
+                pair.store.set(key, json.dumps([*door.address, door.token.hex()]))
+                return accepted(door, deadline, pair.store.look)[1]
+        host, port, token = json.loads(pair.store.get(key, deadline))
         return dialled((host, port), bytes.fromhex(token), deadline, pair.store.look)
     except Exception:
         pair.note_silence(deadline)
         raise
+
+
+class TcpChannel(Link):
+    """One rank's end of a channel over TCP."""
+
+    def __init__(self, pair: Pair, /) -> None:
+        """Connect, and return once the other rank has connected too.
+
+        Raises RuntimeError.
+        """
+        super().__init__(met(pair), pair.seconds, pair.on_silence)
+
+    def registered(self, memory: Any) -> AbstractContextManager[None]:
+        """Do nothing: sockets take any memory."""
+        return nullcontext()

@@ -166,7 +166,6 @@ class NixlChannel:
         started = time.perf_counter()
         is_moving = False
         with self._failing():
-            self._line.flush()
             for frame in self._line.frames():
                 self._hear(frame)
                 is_moving = True
@@ -318,7 +317,6 @@ class NixlChannel:
         for message in self._reading:
             if message.read is not None:
                 message.read.leak()
-        self._line.forget()
 
 
 class _Message:

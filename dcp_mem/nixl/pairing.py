@@ -13,15 +13,14 @@ import json
 import os
 import secrets
 import time
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dcp_mem.comm.addresses import listening_socket, rdma_devices
+from dcp_mem.comm.addresses import rdma_devices
 from dcp_mem.comm.collectives import Channel
-from dcp_mem.comm.control_line import ControlLine, accepted, dialled
-from dcp_mem.comm.greetings import Door
-from dcp_mem.comm.transports import Pair, TransportUnusable
+from dcp_mem.comm.control_line import ControlLine
+from dcp_mem.comm.transports import Pair, TransportUnusable, met
 from dcp_mem.nixl.agents import import_trouble
 from dcp_mem.nixl.channel import INLINE_NBYTES, NixlChannel
 
@@ -45,22 +44,12 @@ def connect_by_cards(pair: Pair) -> Channel:
 def _connected(pair: Pair, *, only_rdma: bool) -> Channel:
     deadline = time.monotonic() + pair.seconds
     own = _own_offer(only_rdma=only_rdma)
+    _put(pair, own)
     if own.trouble:
-        _put(pair, own)
         raise TransportUnusable(own.trouble, is_expected=only_rdma and not own.has_card)
-    if not pair.is_sender:
-        _put(pair, own)
-        peer = _peers(pair, deadline)
-        _check(own, peer)
-        address, token = (peer.host, peer.port), bytes.fromhex(peer.token)
-        connection = dialled(address, token, deadline, pair.store.look)
-    else:
-        with closing(Door(listening_socket())) as door:
-            host, port = door.address
-            _put(pair, replace(own, host=host, port=port, token=door.token.hex()))
-            _check(own, _peers(pair, deadline))
-            connection = accepted(door, deadline, pair.store.look)
-    channel = NixlChannel(ControlLine(connection), min(pair.seconds / 2, _MOST_PROBE_SECONDS))
+    _check(own, _peers(pair, deadline))
+    line = ControlLine(met(pair, "transport/address", deadline))
+    channel = NixlChannel(line, min(pair.seconds / 2, _MOST_PROBE_SECONDS))
     try:
         _probe(channel)
     except BaseException:
@@ -82,9 +71,6 @@ class _Offer:
     machine: str  # what processes have in common that can read each other's memory
     takes_tcp: bool
     only_rdma: bool
-    host: str = ""  # where the sender listens
-    port: int = 0
-    token: str = ""
 
 
 def _own_offer(*, only_rdma: bool) -> _Offer:

@@ -10,9 +10,6 @@ May import: `common` and `errors`. In the order in which to read:
 - `slots`: which free slots it takes, and by how much they grow.
 - `frequency`: how often to save.
 - `redundancy`, `placement`, `parity`: which nodes get copies or parity of which segments.
-- `election`: which checkpoint a load takes.
-- `pieces`, `needs`, `shares`: what ranks need of it, and what they are told to do.
-- `passing`, `sharing`: which rank reads which bytes of it, and sends them to which ranks; for
-  several nodes, and for each node.
-- `repair`: which segments and copies are made again after a loss of nodes.
+- `election`, `following`: which checkpoint a load takes, and a follower.
+- `pieces`, `sharing`: which rank reads which bytes of it, and sends them to which ranks.
 """

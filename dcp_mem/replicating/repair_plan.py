@@ -1,17 +1,17 @@
-"""Which files are assembled after a loss of nodes.
+"""Which files are assembled after a loss of nodes: lost segments, and missing copies.
 
-As in `plan`, all functions are pure, and every rank computes the same plans.
+As in `plan`, all functions are pure, and every rank computes the same plans. Large segments come
+first; each goes to the node that has the fewest bytes by then. A copy goes to a failure domain that
+has none yet, if there is such a domain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dcp_mem.format import names
 from dcp_mem.format.segments import Segments
-from dcp_mem.policy import repair
 from dcp_mem.policy.election import ElectedCheckpoint
-from dcp_mem.policy.repair import Loads
 from dcp_mem.replicating.plan import (
     FilePart,
     FilePlan,
@@ -36,8 +36,8 @@ def lost_segments(
         for node in {node_of[rank] for rank in ranks}:
             node_nbytes[node] += segments.nbytes[segment]
     lost = {rank: segments.nbytes[rank] for rank in choice.lost}
-    receiving, sending, found = Loads(), Loads(), []
-    for segment, node in repair.homes(lost, node_nbytes).items():
+    receiving, sending, found = _Loads(), _Loads(), []
+    for segment, node in _homes(lost, node_nbytes).items():
         nbytes = segments.nbytes[segment]
         receiver = receiving.give(members[node], nbytes)
         parts = []
@@ -71,8 +71,8 @@ def missing_copies(
     members, node_of = _numbered(nodes)
     having = [{node_of[rank] for rank in holders[number]} for number in segments.rank]
     domain_of = [domains[ranks[0]] for ranks in members]
-    receiving, sending, found = Loads(), Loads(), []
-    for index, node in repair.missing_copies(having, segments.nbytes, domain_of, copies):
+    receiving, sending, found = _Loads(), _Loads(), []
+    for index, node in _missing(having, segments.nbytes, domain_of, copies):
         number, nbytes = segments.rank[index], segments.nbytes[index]
         receiver = receiving.give(members[node], nbytes)
         sender = sending.give(holders[number], nbytes)
@@ -105,3 +105,54 @@ def _numbered(nodes: Sequence[str]) -> tuple[list[list[int]], dict[int, int]]:
     """Return the ranks of each node, and each rank's node, as a number."""
     members = list(members_of(nodes).values())
     return members, {rank: node for node, ranks in enumerate(members) for rank in ranks}
+
+
+class _Loads:
+    """The bytes that each taker has got; more goes to the one that has least, or to the first."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, int] = {}
+
+    def add(self, one: int, nbytes: int) -> None:
+        """Count bytes that a taker has got, besides those counted before."""
+        self._taken[one] = self._taken.get(one, 0) + nbytes
+
+    def give(self, among: Collection[int], nbytes: int) -> int:
+        """Return the taker that takes so many bytes more."""
+        one = min(among, key=lambda one: (self._taken.get(one, 0), one))
+        self.add(one, nbytes)
+        return one
+
+
+def _homes(lost: Mapping[int, int], held: Sequence[int]) -> dict[int, int]:
+    """Return the node on which each lost segment comes back."""
+    loads = _Loads()
+    for node, nbytes in enumerate(held):
+        loads.add(node, nbytes)
+    return {
+        rank: loads.give(range(len(held)), nbytes)
+        for rank, nbytes in sorted(lost.items(), key=lambda one: (-one[1], one[0]))
+    }
+
+
+def _missing(
+    having: Sequence[Collection[int]], nbytes: Sequence[int], domains: Sequence[str], copies: int
+) -> list[tuple[int, int]]:
+    """Choose which segments are copied to which nodes, as (segment, node).
+
+    `copies`: how many copies each segment has in the end, beside one original.
+    """
+    loads, found = _Loads(), []
+    for nodes, size in zip(having, nbytes, strict=True):
+        for node in nodes:
+            loads.add(node, size)
+    for segment in sorted(range(len(having)), key=lambda segment: (-nbytes[segment], segment)):
+        nodes = set(having[segment])
+        while len(nodes) < min(copies + 1, len(domains)):
+            free = [node for node in range(len(domains)) if node not in nodes]
+            used = {domains[node] for node in nodes}
+            in_new_domains = [node for node in free if domains[node] not in used]
+            node = loads.give(in_new_domains or free, nbytes[segment])
+            nodes.add(node)
+            found.append((segment, node))
+    return found

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 import dcp_mem
 from dcp_mem import RankFailed
 from dcp_mem.comm import Ranks, job_ranks, ranks_of, relay
-from dcp_mem.comm.tree import _FAN_OUT, Tree, tree_of
-from dcp_mem.comm.wire import LENGTH_NBYTES, TcpWire
+from dcp_mem.comm.link import LENGTH_NBYTES
+from dcp_mem.comm.peers import TcpWire
+from dcp_mem.comm.relay import _FAN_OUT, Tree, tree_of
 from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
 from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.forks import forked_ranks, raised_by
@@ -489,8 +490,8 @@ def _die_on_the_wire(*, within: bool) -> None:
     def send_half(wire: TcpWire, ranks: Sequence[int], data: Any) -> None:
         if within:
             half = len(data).to_bytes(LENGTH_NBYTES, "little") + bytes(data)[: len(data) // 2]
-            for connection in wire._peers.connected(ranks, time.monotonic() + SOON):
-                connection.send(half)
+            for link in wire._peers.connected(ranks, time.monotonic() + SOON):
+                link._connection.send(half)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def receive_or_die(wire: TcpWire, ranks: Sequence[int]) -> list[Any]:

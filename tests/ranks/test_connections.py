@@ -21,10 +21,9 @@ from dcp_mem import RankFailed
 from dcp_mem.comm import Ranks, ranks_of
 from dcp_mem.comm.addresses import SOCKETS_OF_A_RANK, check_open_files, listening_socket
 from dcp_mem.comm.greetings import MOST_GREETINGS
-from dcp_mem.comm.peers import PeerLost, Peers
+from dcp_mem.comm.peers import PeerLost, Peers, TcpWire
+from dcp_mem.comm.relay import tree_of
 from dcp_mem.comm.timed_store import TimedStore
-from dcp_mem.comm.tree import tree_of
-from dcp_mem.comm.wire import TcpWire
 from dcp_mem.loading.peers import Door
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.replicating.plan import copies_of, stripes_of
@@ -378,7 +377,7 @@ def test_an_address_of_before_a_restart_is_replaced(monkeypatch: pytest.MonkeyPa
     connection = second.connected([0], time.monotonic() + SOON)[0]
     late.join()
     assert first._door is not None
-    assert connection.getpeername() == first._door.address
+    assert connection._connection.getpeername() == first._door.address
     for peers in (first, second):
         peers.close()
 

@@ -31,9 +31,8 @@ from dcp_mem import (
     RankFailed,
 )
 from dcp_mem.comm import ranks_of, relay
-from dcp_mem.comm.peers import PeerLost, Peers
+from dcp_mem.comm.peers import PeerLost, Peers, TcpWire
 from dcp_mem.comm.timed_store import TimedStore
-from dcp_mem.comm.wire import TcpWire
 from dcp_mem.flushing.registration import Registration
 from dcp_mem.format.catalog import Catalog, catalog_key
 from dcp_mem.format.manifest import Manifest

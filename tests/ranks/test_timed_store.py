@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from dcp_mem import RankFailed
 from dcp_mem.comm.job_ranks import JobRanks, run_token
-from dcp_mem.comm.tcp_channel import TcpChannel
 from dcp_mem.comm.timed_store import MeetingPlace, TimedStore, own_connection
-from dcp_mem.comm.transports import Pair
+from dcp_mem.comm.transports import Pair, TcpChannel
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forking
 from tests.support.processes.stops import stop

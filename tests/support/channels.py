@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dcp_mem.comm.tcp_channel import TcpChannel
+from dcp_mem.comm.transports import TcpChannel
 from dcp_mem.nixl.channel import NixlChannel
 from dcp_mem.nixl.pairing import PROBE_NBYTES as PROBE_NBYTES
 

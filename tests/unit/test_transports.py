@@ -21,8 +21,7 @@ from dcp_mem import ConfigError
 from dcp_mem.cli.main import main
 from dcp_mem.comm import ranks_of
 from dcp_mem.comm.addresses import listening_socket, rdma_devices
-from dcp_mem.comm.control_line import accepted, dialled
-from dcp_mem.comm.greetings import Door
+from dcp_mem.comm.greetings import Door, accepted, dialled
 from dcp_mem.common.log import log
 from dcp_mem.nixl import agents, pairing
 from dcp_mem.options import settings
@@ -182,7 +181,7 @@ def test_the_choice_comes_from_the_argument_or_the_environment(
 # -- another package's transport ------------------------------------------------------------------
 
 FAST_WIRE = """
-from dcp_mem.comm.tcp_channel import TcpChannel
+from dcp_mem.comm.transports import TcpChannel
 from dcp_mem.comm.transports import TransportUnusable
 
 class FastChannel(TcpChannel):
@@ -369,6 +368,6 @@ def test_strangers_that_say_nothing_hold_up_no_peer() -> None:
             stack.enter_context(socket.create_connection(door.address))
         with ThreadPoolExecutor(1) as pool:
             dialling = pool.submit(dialled, door.address, door.token, time.monotonic() + 600)
-            with accepted(door, time.monotonic() + 600) as came, dialling.result() as gone:
+            with accepted(door, time.monotonic() + 600)[1] as came, dialling.result() as gone:
                 gone.sendall(b"hello")
                 assert came.recv(5, socket.MSG_WAITALL) == b"hello"

@@ -32,7 +32,8 @@ from benchmarks.harness.states import State, Workload, trained
 from benchmarks.harness.tables import Figure, Part, Row, Section, attempt, duration, size, within
 from dcp_mem import writer as writer_module
 from dcp_mem.comm.bridge.calls import DcpCall
-from dcp_mem.comm.wire import LENGTH_NBYTES, TcpWire
+from dcp_mem.comm.link import LENGTH_NBYTES
+from dcp_mem.comm.peers import TcpWire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -284,7 +284,7 @@ class _SimulatedRank:
         """Return its connections, one that listens, and one to the store."""
         peers = self._ranks._in_tree
         assert peers is not None
-        return len(peers._sockets) + (peers._door is not None) + 1
+        return len(peers._links) + (peers._door is not None) + 1
 
 
 def _simulate(part: int, parts: int, store: dist.Store, world: int) -> Simulated:

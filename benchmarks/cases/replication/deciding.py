@@ -19,7 +19,7 @@ from benchmarks.harness.samples import Sample
 from benchmarks.harness.settings import MIB
 from benchmarks.harness.tables import RATE, UNIT_IN_COLUMN, Figure, Part, Section, Table, attempt
 from dcp_mem.comm import relay
-from dcp_mem.comm.tree import tree_of
+from dcp_mem.comm.relay import tree_of
 from dcp_mem.common.sendable import decoded, encoded
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.names import rank_of, segment_file

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.harness.tables import Part, Section, Table
-from dcp_mem.comm.tree import tree_of
+from dcp_mem.comm.relay import tree_of
 from dcp_mem.replicating.plan import stripes_of
 
 if TYPE_CHECKING:

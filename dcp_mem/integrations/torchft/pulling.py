@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_mem.comm.control_line import ControlLine, dialled
+from dcp_mem.comm.control_line import ControlLine
+from dcp_mem.comm.greetings import dialled
 from dcp_mem.comm.transfer import CHUNK, IncomingChunk, receive
 from dcp_mem.common import faults
 from dcp_mem.errors import DcpMemError, SegmentCorrupt

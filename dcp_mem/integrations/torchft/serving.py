@@ -16,8 +16,8 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from dcp_mem.comm.addresses import listening_socket
-from dcp_mem.comm.control_line import ControlLine, accepted
-from dcp_mem.comm.greetings import Door
+from dcp_mem.comm.control_line import ControlLine
+from dcp_mem.comm.greetings import Door, accepted
 from dcp_mem.comm.transfer import send
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
@@ -90,7 +90,7 @@ class Server:
     def _listen(self) -> None:
         while not self._is_closed:
             with suppress(RuntimeError):  # nobody has come
-                connection = accepted(self._door, time.monotonic() + _POLL_SECONDS)
+                _, connection = accepted(self._door, time.monotonic() + _POLL_SECONDS)
                 line = ControlLine(connection)
                 self._lines.add(line)
                 # A thread of its own: one peer must not wait for another.
@@ -169,8 +169,6 @@ class Server:
     def forget(self) -> None:
         """Close a forked child's copies, which would keep a dead replica's connections open."""
         self._door.close()
-        for line in list(self._lines):
-            line.forget()
 
 
 _all_servers = WeakSet[Server]()

@@ -101,7 +101,7 @@ class Talk:
         self._line.send(frame)
         while self._line.has_outgoing:
             self._line.wait(self.seconds_left())
-            self._line.flush()
+            self._came.extend(self._line.frames())
 
     def _next(self, kind: Say) -> bytes:
         while not self._came:
