@@ -108,8 +108,9 @@ def _overlaps(wanted: Boxes, catalog: Catalog) -> _Overlaps:
     boxes = np.column_stack([counts, catalog.offset_runs, catalog.extent_runs])
     entries = np.flatnonzero(np.bincount(wanted.entry, minlength=len(counts)))
     specimens, kind_of_entry = distinct_rows(boxes[entries])
-    specimens = entries[specimens]
-    kind = kind_of_entry[np.searchsorted(entries, wanted.entry)]
+    specimens, kinds = entries[specimens], np.empty(len(counts), np.int64)
+    kinds[entries] = kind_of_entry
+    kind = kinds[wanted.entry]
     found = []
     for part in portions(counts[specimens], _ROWS_AT_ONCE):
         of_part = np.flatnonzero((kind >= part.start) & (kind < part.stop))
@@ -126,9 +127,12 @@ def _overlaps(wanted: Boxes, catalog: Catalog) -> _Overlaps:
         )
         saved = index.offset[one.row], index.extent[one.row]
         found.append((of_part[one.wanted], row[one.row], one.offset, one.extent, *saved))
-    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
-    by_wanted = np.argsort(columns[0], kind="stable")
-    which, row, offset, extent, saved_offset, saved_extent = (one[by_wanted] for one in columns)
+    columns: tuple[Ints, ...] = found[0]
+    if len(found) > 1:
+        columns = tuple(np.concatenate(column) for column in zip(*found, strict=True))
+        by_wanted = np.argsort(columns[0], kind="stable")
+        columns = tuple(column[by_wanted] for column in columns)
+    which, row, offset, extent, saved_offset, saved_extent = columns
     entry = wanted.entry[which]
     return _Overlaps(
         wanted=which,
@@ -370,17 +374,21 @@ def _places(
     The address is `_NOT_PLAIN` for those that bytes can't be read into.
     """
 
-    def places(found: Sources | None) -> tuple[Sequence[int], Sequence[int]] | None:
+    def places(found: Sources | None) -> tuple[Ints, Ints] | None:
         if found is None or (found.devices is not None and not into_devices):
             return None
-        return found.addresses, found.devices or [HOST] * len(found.addresses)
+        addresses = np.array(found.addresses, np.int64)
+        is_on_host = found.devices is None
+        return addresses, np.full_like(addresses, HOST if is_on_host else found.devices)
 
     may_be_conj = any(dtype_named(one.dtype).is_complex for one in plan.table)
     found = places(sources_of(tensors, may_be_conj=may_be_conj))
-    if found is None:
-        each = [places(sources_of((one,))) or ((_NOT_PLAIN,), (HOST,)) for one in tensors]
-        found = [address for (address,), _ in each], [device for _, (device,) in each]
-    return np.array(found[0], np.int64), np.array(found[1], np.int64)
+    if found is not None:
+        return found
+    nowhere = np.array([_NOT_PLAIN]), np.array([HOST])
+    each = [places(sources_of((one,))) or nowhere for one in tensors]
+    addresses, devices = map(np.concatenate, zip(*each, strict=True))
+    return addresses, devices
 
 
 def _difference(start: Sequence[int], origin: Sequence[int]) -> torch.Size:
