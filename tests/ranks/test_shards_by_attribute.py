@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageWriter
-from dcp_mem.manager.replica_check import TURNS
 from tests.support.checkpoints.jobs import Job
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 
@@ -158,7 +157,7 @@ def _restores_of_shards(job: Job) -> None:
     rank = dist.get_rank()
     places: dict[str, Any] = {"memory_root": job.memory, "job": job.name}
     with CheckpointManager(job.url, compare_replicas=1, **places) as manager:
-        for step in range(1, TURNS + 2):  # then every tensor has been compared
+        for step in range(1, 10):  # an eighth of the tensors is compared at each
             assert not manager.save(step, _state(rank, step)).troubles
         state, expected = _blank(rank, step), _state(rank, step)
         assert manager.restore(state) == step
