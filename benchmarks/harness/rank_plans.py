@@ -19,7 +19,7 @@ from dcp_mem.format.frames import lay_out
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import properties
 from dcp_mem.planning.plan_catalog import WrittenItems
-from dcp_mem.planning.plan_columns import ItemKind, ItemRow, local_plan
+from dcp_mem.planning.plan_columns import ItemGroup, ItemKind, local_plan, objects_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ class Model:
         self._shapes = [shape for _, shape in tensors]
         self._is_sharded = [index < items - REPLICATED_TENSORS - 1 for index in range(len(tensors))]
         self._first = local_plan(
-            self._names, self._paths, [*self._rows(), ItemRow(len(tensors), ItemKind.OBJECT)]
+            self._names, self._paths, *self._groups(), objects_group([len(tensors)])
         )
         self._stride = np.zeros_like(self._first.offset)
         self._stride[:, 0] = np.where(
@@ -132,11 +132,19 @@ class Model:
             rank, np.concatenate([tensors, rows[is_object]]), layouts[tensors.tobytes()]
         )
 
-    def _rows(self) -> Iterator[ItemRow]:
+    def _groups(self) -> Iterator[ItemGroup]:
         kind_of_all = properties(DTYPE, torch.strided, requires_grad=False, pin_memory=False)
-        for index, shape in enumerate(self._shapes):
-            kind = ItemKind.SHARD if self._is_sharded[index] else ItemKind.TENSOR
-            yield ItemRow(index, kind, kind_of_all, (shape, (0,) * len(shape), self._extent(index)))
+        for is_sharded in (True, False):
+            numbers = [n for n, one in enumerate(self._is_sharded) if one is is_sharded]
+            shapes = [self._shapes[number] for number in numbers]
+            yield ItemGroup(
+                name=numbers,
+                kind=ItemKind.SHARD if is_sharded else ItemKind.TENSOR,
+                properties=[kind_of_all] * len(numbers),
+                sizes=shapes,
+                offsets=[(0,) * len(shape) for shape in shapes],
+                extents=list(map(self._extent, numbers)),
+            )
 
     def _extent(self, index: int) -> tuple[int, ...]:
         rows, *others = self._shapes[index]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -30,6 +30,8 @@ VERSION = 4
 Path = tuple[str | int, ...]
 Extent = tuple[int, int]
 """(offset, length) of an item in its segment."""
+Tails = Mapping[int, Sequence[Extent]]
+"""By rank, the extents of the items that lie behind the layout of its segment."""
 BYTES = -1
 """In `Catalog.properties`, in place of a number: the entry is a byte item."""
 LOOSE_CHUNKS, LOOSE_BYTES = -2, -3
@@ -50,8 +52,6 @@ _ROWS_PER_BYTE = 256
 """The most rows for each byte of a catalog's file; zeros make it long enough."""
 _ROWS_AT_ONCE = 1 << 20
 """Rows that are looked at at once while a catalog is checked."""
-_MANY_ROWS = 1 << 17
-"""Catalogs of more rows are looked at entry by entry: so many take 100 MB as Python objects."""
 
 
 @sendable
@@ -188,11 +188,6 @@ class Catalog:
         """Of each entry, where its rows begin; and where the last one's end."""
         return np.append(0, np.cumsum(self.places.lengths[self.writer_runs]))
 
-    @property
-    def has_many_rows(self) -> bool:
-        """Whether all rows are too many to be made at once."""
-        return bool(self.first[-1] > _MANY_ROWS)
-
     @cached_property
     def offset(self) -> Ints:
         entry, row = self._places_of_rows
@@ -205,8 +200,7 @@ class Catalog:
 
     @cached_property
     def writer(self) -> Ints:
-        entry, row = self._places_of_rows
-        return self.places.at(self.writer_runs[entry], row)
+        return self.writers_at(*self._places_of_rows)
 
     @cached_property
     def number(self) -> Ints:
@@ -216,16 +210,6 @@ class Catalog:
     def _places_of_rows(self) -> tuple[Ints, Ints]:
         """Of each row, its entry, and which of that entry's rows it is."""
         return self.entry_of_row(), counted(np.diff(self.first))
-
-    def rows(self) -> Rows:
-        """Return all rows."""
-        return Rows(
-            first=self.first,
-            offset=self.offset,
-            extent=self.extent,
-            writer=self.writer,
-            number=self.number,
-        )
 
     def rows_at(self, entry: Ints, row: Ints) -> Rows:
         """Return some rows.
@@ -237,7 +221,7 @@ class Catalog:
             first=np.searchsorted(entry, np.arange(len(self.name) + 1)),
             offset=self.boxes.at(self.offset_runs[entry], row[:, None]),
             extent=self.boxes.at(self.extent_runs[entry], row[:, None]),
-            writer=self.places.at(self.writer_runs[entry], row),
+            writer=self.writers_at(entry, row),
             number=self.numbers_at(entry, row),
         )
 
@@ -247,44 +231,29 @@ class Catalog:
         offset_runs, extent_runs = self.offset_runs[entry], self.extent_runs[entry]
         return self.boxes.at(offset_runs[None], row), self.boxes.at(extent_runs[None], row)
 
+    def writers_at(self, entry: Ints, row: Ints) -> Ints:
+        """Return the writers of some rows; the arguments are those of `rows_at`, in any order."""
+        return self.places.at(self.writer_runs[entry], row)
+
     def numbers_at(self, entry: Ints, row: Ints) -> Ints:
-        """Return the numbers of some rows, as `rows_at` does."""
+        """Return the numbers of some rows; the arguments are those of `rows_at`, in any order."""
         return self.first_number[entry] + self.places.at(self.number_runs[entry], row)
-
-    def alike(self, *further: Ints) -> tuple[Ints, Ints]:
-        """Tell which entries have the same boxes in the same order.
-
-        `further`: columns of entries, in which they are to be the same too. Returns of each kind of
-        entries, the first one; of each entry, the number of its kind.
-        """
-        counts = np.diff(self.first)
-        return distinct_rows(
-            np.column_stack([counts, self.offset_runs, self.extent_runs, *further])
-        )
-
-    def least_numbers(self) -> Ints:
-        """Return the least number of each entry's rows."""
-        least: Ints = self.first_number + self.places.bounds[0, self.number_runs]
-        return least
 
     def specimens(self) -> Iterator[Rows]:
         """Yield the rows of entries in which an order or a missing number can be wrong.
 
-        Of many that differ in numbers alone, one is yielded. Few rows are made at once.
+        Of many that can be wrong only together, one is yielded. Few rows are made at once.
         """
-        least, counts = self.least_numbers(), np.diff(self.first)
-        entries = np.arange(len(counts))
-        if self.has_many_rows:
-            numbers = np.where(least < 0, [self.number_runs, self.first_number], -1)
-            entries, _ = self.alike(self.writer_runs, *numbers)
-            entries.sort()
-        entries = entries[(counts[entries] > 1) | (least[entries] < 0)]
+        counts = np.diff(self.first)
+        is_lacking = self.first_number + self.places.bounds[0, self.number_runs] < 0
+        entries = np.flatnonzero((counts > 1) | is_lacking)
+        numbers = np.where(is_lacking, [self.number_runs, self.first_number], -1)
+        facts = np.column_stack([counts, self.offset_runs, self.writer_runs, *numbers])
+        entries = np.sort(entries[distinct_rows(facts[entries])[0]])
         counts = counts[entries]
-        portion = np.cumsum(counts) // _ROWS_AT_ONCE
-        for number in dict.fromkeys(portion.tolist()):
-            of_portion = portion == number
-            entry = np.repeat(entries[of_portion], counts[of_portion])
-            yield self.rows_at(entry, counted(counts[of_portion]))
+        for part in portions(counts, _ROWS_AT_ONCE):
+            entry = np.repeat(entries[part], counts[part])
+            yield self.rows_at(entry, counted(counts[part]))
 
     def most_numbers(self) -> Ints:
         """Return the largest number of each writer's rows; -1 for a writer without any."""
@@ -328,6 +297,13 @@ def catalog_of_rows(rows: Rows, **others: Any) -> Catalog:
 def counted(counts: Ints) -> Ints:
     """Return 0, 1, ... for each of these counts, one after the other."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def portions(counts: Ints, most: int) -> list[slice]:
+    """Cut these counts into slices of about `most` together; all could be too many for memory."""
+    portion = (np.cumsum(counts) - counts) // most
+    cuts = (np.flatnonzero(np.diff(portion)) + 1).tolist()
+    return [slice(start, stop) for start, stop in pairwise([0, *cuts, len(counts)])]
 
 
 def catalog_key(data: bytes | memoryview | mmap) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.sendable import sendable_as
 from dcp_mem.format.catalog import (
     BYTES,
@@ -26,22 +26,21 @@ from dcp_mem.format.catalog import (
     LOOSE_CHUNKS,
     MEMORY_FORMATS,
     Catalog,
-    Extent,
     Ints,
     Properties,
     Rows,
+    Tails,
     catalog_of_rows,
 )
 from dcp_mem.format.layout import Layout
-from dcp_mem.format.locations import distinct_shapes, locations_of, refuse_missing_tails
+from dcp_mem.format.locations import refuse_missing_tails
 from dcp_mem.format.metadata import StorageInfo, read_metadata, with_storage
 from dcp_mem.format.metadata_by_entry import (
-    CatalogEntries,
+    CatalogRows,
     EntryChunks,
     EntryStorageData,
 )
 from dcp_mem.format.metadata_template import template_of
-from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named, layout_named, memory_format_named, properties
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -49,8 +48,11 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]
 _Place = tuple[int, int]
 """Index of the writer, and of the item in its segment."""
 _NOWHERE = (-1, -1)
-_FEW_ROWS_OF_ENTRY = 16
-"""Of entries with fewer rows, all become objects: what it costs to look at an entry is more."""
+_MANY_ROWS, _FEW_ROWS_OF_ENTRY = 1 << 17, 16
+"""Of more rows than either, in all and an entry, none become objects before somebody asks for them.
+
+The first takes 100 MB as Python objects; of the second, what it costs to look at an entry is more.
+"""
 
 
 class MetadataNotDescribable(ValueError):
@@ -101,7 +103,7 @@ sendable_as(RankItems, _columns, _from_columns)
 def metadata_of(
     catalog: Catalog,
     save_id: str,
-    tails: Mapping[int, Sequence[Extent]],
+    tails: Tails,
     checkpoint_id: str | None = None,
 ) -> Metadata:
     """Return DCP's metadata of one save.
@@ -109,87 +111,35 @@ def metadata_of(
     Of very many rows, chunks and storage data are made when somebody looks at them. Else equal
     shapes are one object.
 
-    `tails`: by rank, offset and length of each item of its tail. Raises ManifestInvalid,
-    UntrustedMetadata.
+    Raises ManifestInvalid, UntrustedMetadata.
     """
+    refuse_missing_tails(catalog, tails)
+    rows = CatalogRows(catalog, save_id, tails)
     chunks: Sequence[Sequence[ChunkStorageMetadata]]
     storage_data: Mapping[MetadataIndex, StorageInfo]
-    if catalog.has_many_rows and catalog.first[-1] > _FEW_ROWS_OF_ENTRY * len(catalog.name):
-        refuse_missing_tails(catalog, tails)
-        entries = CatalogEntries(catalog)
-        columns = zip(catalog.dimensions.tolist(), catalog.size.tolist(), strict=True)
-        sizes = [torch.Size(size[:dimensions]) for dimensions, size in columns]
-        chunks = [EntryChunks(entries, number) for number in range(len(entries))]
-        storage_data = EntryStorageData(entries, save_id, tails)
-    else:
-        sizes, offsets, chunks = _objects_of(catalog)
-        storage_data = _storage_data(catalog, offsets, save_id, tails)
-    metadata = Metadata(_known(catalog, sizes, chunks), planner_data=_planner_data(catalog))
+    with collector_paused():
+        if catalog.first[-1] > max(_MANY_ROWS, _FEW_ROWS_OF_ENTRY * len(catalog.name)):
+            chunks = [EntryChunks(rows, number) for number in range(len(catalog.name))]
+            storage_data = EntryStorageData(rows)
+        else:
+            chunks, storage_data = rows.everything()
+        metadata = Metadata(_known(catalog, chunks), planner_data=_planner_data(catalog))
     return with_storage(metadata, storage_data, save_id, checkpoint_id)
 
 
-def _known(
-    catalog: Catalog,
-    sizes: Sequence[torch.Size],
-    chunks: Sequence[Sequence[ChunkStorageMetadata]],
-) -> dict[str, Any]:
-    """Return the entries of DCP's metadata; sizes and chunks are those of each entry."""
+def _known(catalog: Catalog, chunks: Sequence[Sequence[ChunkStorageMetadata]]) -> dict[str, Any]:
+    """Return the entries of DCP's metadata; chunks are those of each entry."""
     table = [_properties(one) for one in catalog.table]
-    entries = zip(catalog.name.tolist(), catalog.properties.tolist(), sizes, chunks, strict=True)
+    columns = (catalog.name, catalog.properties, catalog.dimensions, catalog.size)
+    entries = zip(*(column.tolist() for column in columns), chunks, strict=True)
     known: dict[str, Any] = {}
-    for name, kind, size, of_entry in entries:
+    for name, kind, dimensions, size, of_entry in entries:
         if kind >= 0:
-            properties, held = table[kind], cast(list[ChunkStorageMetadata], of_entry)
-            known[catalog.names[name]] = TensorStorageMetadata(properties, size, held)
+            whole, held = torch.Size(size[:dimensions]), cast(list[ChunkStorageMetadata], of_entry)
+            known[catalog.names[name]] = TensorStorageMetadata(table[kind], whole, held)
         elif kind == BYTES:
             known[catalog.names[name]] = BytesStorageMetadata()
     return known
-
-
-def _objects_of(
-    catalog: Catalog,
-) -> tuple[list[torch.Size], list[torch.Size], list[list[ChunkStorageMetadata]]]:
-    """Return the size of each entry, the offset of each row, and the chunks of each entry."""
-    shapes = distinct_shapes(catalog)
-    distinct = [
-        torch.Size(values[:dimensions])
-        for dimensions, values in zip(
-            shapes.dimensions.tolist(), shapes.values.tolist(), strict=True
-        )
-    ]
-    sizes, offsets, extents = (
-        list(map(distinct.__getitem__, column.tolist()))
-        for column in (shapes.size, shapes.offset, shapes.extent)
-    )
-    chunks = list(map(ChunkStorageMetadata, offsets, extents))
-    borders = pairwise(catalog.first.tolist())
-    return sizes, offsets, [chunks[start:stop] for start, stop in borders]
-
-
-def _storage_data(
-    catalog: Catalog,
-    offsets: Sequence[torch.Size],
-    save_id: str,
-    tails: Mapping[int, Sequence[Extent]],
-) -> dict[MetadataIndex, StorageInfo]:
-    """Return where each written row of a catalog lies; the offsets are those of each row."""
-    places = locations_of(catalog)
-    rows = np.concatenate([places.rows, places.tail.rows])
-    extents = np.concatenate(
-        [np.stack([places.offsets, places.lengths], axis=1), places.tail.extents(tails)]
-    )
-    entries = catalog.entry_of_row()[rows]
-    names, has_offset = catalog.name[entries], catalog.has_offset()[entries]
-    columns = (rows, names, has_offset, catalog.writer[rows], *extents.T)
-    files = [segment_file(rank, save_id) for rank in catalog.ranks.tolist()]
-    return {
-        MetadataIndex(catalog.names[name], offsets[row] if has_offset else None): StorageInfo(
-            files[writer], offset, length
-        )
-        for row, name, has_offset, writer, offset, length in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
-    }
 
 
 def _planner_data(catalog: Catalog) -> Any:

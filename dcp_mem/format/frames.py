@@ -125,26 +125,21 @@ def _split(sink: _SparseSink, payload_nbytes: int) -> Frame:
     head, tail, position = bytearray(), bytearray(), 0
     for offset, piece in sorted(sink.parts):
         if offset < position:
-            raise RuntimeError(
-                "torch.save rewrote part of its stream: "
-                "this torch version needs a look at format/frames.py"
-            )
+            raise _unknown("rewrote part of its stream")
         if offset > position:
             if tail or offset - position != payload_nbytes:
-                raise RuntimeError(
-                    "torch.save left an unexpected hole: "
-                    "this torch version needs a look at format/frames.py"
-                )
+                raise _unknown("left an unexpected hole")
             tail += piece
         else:
             (tail or head).extend(piece)
         position = offset + len(piece)
     if payload_nbytes and not tail:
-        raise RuntimeError(
-            "torch.save wrote data under skip_data: "
-            "this torch version needs a look at format/frames.py"
-        )
+        raise _unknown("wrote data under skip_data")
     return Frame(bytes(head), payload_nbytes, bytes(tail))
+
+
+def _unknown(what: str) -> RuntimeError:
+    return RuntimeError(f"torch.save {what}: this torch version needs a look at format/frames.py")
 
 
 def lay_out(specs: Sequence[Spec]) -> Layout:

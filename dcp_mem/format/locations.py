@@ -5,14 +5,13 @@ Items of the layout lie in the same place in all saves; items of the tail differ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from dcp_mem.errors import ManifestInvalid
-from dcp_mem.format.catalog import Catalog, Extent, Ints
+from dcp_mem.format.catalog import Catalog, Ints, Tails
 from dcp_mem.format.column_file import distinct_rows
 
 _LACKING = "the manifest lacks items that the catalog has: they aren't of one save"
@@ -73,10 +72,10 @@ class TailLocations:
     ranks: Ints
     numbers: Ints  # the index of each in that rank's tail
 
-    def extents(self, tails: Mapping[int, Sequence[Extent]]) -> Ints:
+    def extents(self, tails: Tails) -> Ints:
         """Return offset and length of each, as int64[rows, 2].
 
-        `tails`: by rank, offset and length of each item of its tail. Raises ManifestInvalid.
+        Raises ManifestInvalid.
         """
         ranks, of_rank = np.unique(self.ranks, return_inverse=True)
         found = [np.array(tails.get(rank, ()), np.int64).reshape(-1, 2) for rank in ranks.tolist()]
@@ -103,11 +102,8 @@ def locations_of(catalog: Catalog) -> ItemLocations:
     return ItemLocations(rows, offsets, lengths, tail)
 
 
-def refuse_missing_tails(catalog: Catalog, tails: Mapping[int, Sequence[Extent]]) -> None:
-    """Raise ManifestInvalid where the catalog has items that lie in no tail, nor in a layout.
-
-    `tails`: by rank, offset and length of each item of its tail.
-    """
+def refuse_missing_tails(catalog: Catalog, tails: Tails) -> None:
+    """Raise ManifestInvalid where the catalog has items that lie in no tail, nor in a layout."""
     lengths = np.fromiter(map(len, catalog.layouts), np.int64, len(catalog.layouts))
     beyond = catalog.most_numbers() - lengths[catalog.layout_of]
     for writer in np.flatnonzero(beyond >= 0).tolist():

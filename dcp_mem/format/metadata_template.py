@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_mem.errors import ManifestInvalid
-from dcp_mem.format.catalog import BYTES, MEMORY_FORMATS, Catalog, Extent, Ints, Properties
+from dcp_mem.format.catalog import BYTES, MEMORY_FORMATS, Catalog, Ints, Properties, Tails
 from dcp_mem.format.locations import DistinctShapes, TailLocations, distinct_shapes, locations_of
 from dcp_mem.format.names import DCP_VERSION, segment_file
 
@@ -212,13 +212,12 @@ class MetadataTemplate:
     def render(
         self,
         save_id: str,
-        tails: Mapping[int, Sequence[Extent]],
+        tails: Tails,
         checkpoint_id: str | None = None,
     ) -> bytes:
         """Return the bytes of `.metadata` for one save.
 
-        `tails`: by rank, offset and length of each item of its tail. Raises ManifestInvalid,
-        ValueError.
+        Raises ManifestInvalid, ValueError.
         """
         written = save_id.encode()
         if len(written) != _ID_LENGTH:

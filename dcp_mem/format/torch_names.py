@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeVar
 
@@ -15,12 +15,22 @@ from dcp_mem.format.catalog import Properties
 T = TypeVar("T")
 
 
-def _by_name(kind: type[T]) -> Mapping[str, T]:
-    return {str(value): value for value in vars(torch).values() if isinstance(value, kind)}
+def _named(kind: type[T]) -> Callable[[str], T]:
+    """Return the function from a name to the thing, which raises ManifestInvalid."""
+    known = {str(value): value for value in vars(torch).values() if isinstance(value, kind)}
+
+    def named(name: str) -> T:
+        if name not in known:
+            raise ManifestInvalid(
+                f"a catalog that has {name}, which this torch doesn't: use a newer one"
+            )
+        return known[name]
+
+    return named
 
 
-_DTYPES, _LAYOUTS = _by_name(torch.dtype), _by_name(torch.layout)
-_MEMORY_FORMATS = _by_name(torch.memory_format)
+dtype_named, layout_named = _named(torch.dtype), _named(torch.layout)
+memory_format_named = _named(torch.memory_format)
 
 
 @lru_cache(maxsize=256)
@@ -41,42 +51,10 @@ def properties(
     )
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of this name.
-
-    Raises ManifestInvalid.
-    """
-    return _known(_DTYPES, name)
-
-
-def layout_named(name: str) -> torch.layout:
-    """Return the layout of this name.
-
-    Raises ManifestInvalid.
-    """
-    return _known(_LAYOUTS, name)
-
-
-def memory_format_named(name: str) -> torch.memory_format:
-    """Return the memory format of this name.
-
-    Raises ManifestInvalid.
-    """
-    return _known(_MEMORY_FORMATS, name)
-
-
-def _known(things: Mapping[str, T], name: str) -> T:
-    if name not in things:
-        raise ManifestInvalid(
-            f"a catalog that has {name}, which this torch doesn't: use a newer one"
-        )
-    return things[name]
-
-
 sendable_as(torch.Size, tuple, lambda *sizes: torch.Size(sizes))
-for _kind, _named in (
+for _kind, _read in (
     (torch.dtype, dtype_named),
     (torch.layout, layout_named),
     (torch.memory_format, memory_format_named),
 ):
-    sendable_as(_kind, lambda value: (str(value),), _named)
+    sendable_as(_kind, lambda value: (str(value),), _read)

@@ -33,7 +33,7 @@ from dcp_mem.functional.stateful import (
 from dcp_mem.loading.dcp_takeover import why_not_own_plan
 from dcp_mem.loading.load import casts_of, name_casts, name_left_out, name_missing
 from dcp_mem.planning.load_planner import LocalLoadPlanner
-from dcp_mem.planning.refusing_planners import RefusingLoadPlanner
+from dcp_mem.planning.refusing_planners import RefusingPlanner
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.reader import MemoryStorageReader
 
@@ -123,7 +123,7 @@ def load(
                 loaded,
                 checkpoint_id=checkpoint_id,
                 storage_reader=storage_reader,
-                planner=planner if made.error is None else RefusingLoadPlanner(made.error),
+                planner=planner if made.error is None else RefusingPlanner(made.error),
                 process_group=process_group,
                 **accepted_by(dcp.load, no_dist=(no_dist, False)),
             )

@@ -27,7 +27,7 @@ from dcp_mem.common.parallel import KeptThreads
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import accepted_by, raised_together, refuse_other_kind
 from dcp_mem.functional.stateful import States, taking_part, without_stateful
-from dcp_mem.planning.refusing_planners import RefusingSavePlanner
+from dcp_mem.planning.refusing_planners import RefusingPlanner
 from dcp_mem.saving.ahead import refused_state, staged_in
 from dcp_mem.saving.dcp_takeover import saves_to_lowest_rank, why_not_own_plan
 from dcp_mem.saving.overlap import Overlap, overlap_of
@@ -104,7 +104,7 @@ def save(
             made.value if made.error is None else {},
             checkpoint_id=checkpoint_id,
             storage_writer=storage_writer,
-            planner=planner if made.error is None else RefusingSavePlanner(made.error),
+            planner=planner if made.error is None else RefusingPlanner(made.error),
             process_group=process_group,
             **accepted,
         )

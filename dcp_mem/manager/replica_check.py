@@ -17,10 +17,10 @@ from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import ConfigError
 from dcp_mem.format.checksums import checksum
 from dcp_mem.functional import without_stateful
-from dcp_mem.planning.dtensors import local_chunk
 from dcp_mem.planning.flatten import flatten
 from dcp_mem.planning.plain_tensors import is_plain
 from dcp_mem.planning.shard_marks import mark_of
+from dcp_mem.planning.sharded_tensors import local_chunk
 
 TURNS = 8
 """Comparisons after which every tensor has had its turn: each copies a part of the state only."""

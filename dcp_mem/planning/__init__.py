@@ -7,7 +7,7 @@ Read it in this order. Of a save:
 
 - `plan_columns`: one rank's plan: names once, everything else as numbers.
 - `flatten`: a rank's state dict taken apart into leaves.
-- `plain_tensors`, `dtensors`, `sharded_tensors`: how tensors of each kind become items of the plan.
+- `plain_tensors`, `sharded_tensors`: how tensors of each kind become items of the plan.
 - `shard_marks`: attributes by which a tensor is of another kind than its class.
 - `torch_rules`: specimens of a new state dict, held against torch's own planner.
 - `own_keys`: what a model's `state_dict` gives and its `load_state_dict` doesn't take.

@@ -9,11 +9,10 @@ boxes at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from dcp_mem.format.catalog import Ints
+from dcp_mem.format.catalog import Ints, counted, portions
 
 _AT_ONCE = 1 << 20
 """Candidates that are compared at once."""
@@ -68,7 +67,7 @@ class ChunkIndex:
         counts = np.maximum(_bisect(self._start, low, end, stop) - low, 0)
         parts = [
             self._compare(wanted, number[part], low[part], counts[part])
-            for part in _portions(counts)
+            for part in portions(counts, _AT_ONCE)
         ]
         return Overlaps(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -77,11 +76,7 @@ class ChunkIndex:
     ) -> tuple[Ints, Ints, Ints, Ints]:
         """Return the overlaps of these boxes with the rows from `low` to `low + counts` of each."""
         box = np.repeat(number, counts)
-        row = (
-            np.arange(counts.sum())
-            - np.repeat(np.cumsum(counts) - counts, counts)
-            + np.repeat(low, counts)
-        )
+        row = counted(counts) + np.repeat(low, counts)
         saved_offset, saved_extent = self.offset[row], self.extent[row]
         offset = np.maximum(wanted.offset[box], saved_offset)
         extent = (
@@ -125,12 +120,3 @@ def _bisect(values: Ints, low: Ints, high: Ints, target: Ints) -> Ints:
         low[open_[below]] = middle[below] + 1
         high[open_[~below]] = middle[~below]
     return low
-
-
-def _portions(counts: Ints) -> list[slice]:
-    """Cut boxes into portions of about `_AT_ONCE` candidates; all could be too many for memory."""
-    if not len(counts):
-        return [slice(0, 0)]
-    portion = np.cumsum(counts) // _AT_ONCE
-    cuts = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(counts)]
-    return [slice(start, stop) for start, stop in pairwise(cuts)]

@@ -8,13 +8,16 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_mem.common.sharded_tensor import ShardedTensor
-from dcp_mem.format.catalog import BYTES, Catalog, Path
+from dcp_mem.format.catalog import BYTES, Catalog, Ints, Path
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
+
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,30 +116,34 @@ class SavedEntries:
 NO_ENTRIES = SavedEntries((), lambda _: SavedEntry(()))
 
 
+def numbers_by_name(catalog: Catalog) -> dict[str, int]:
+    """Return the numbers of a catalog's entries by their names."""
+    numbers = np.flatnonzero(catalog.properties >= BYTES).tolist()
+    return dict(zip(catalog.entry_names(), numbers, strict=True))
+
+
+def are_unlike(plan: LocalPlan, rows: Ints, catalog: Catalog, entry: Ints) -> Bools:
+    """Return, for each of some rows of a plan, whether its entry has another kind or size."""
+    width = max(plan.size.shape[1], catalog.size.shape[1])
+    sizes = widened(catalog.size, width, 1)[entry], widened(plan.size, width, 1)[rows]
+    is_other: Bools = (sizes[0] != sizes[1]).any(axis=1)
+    is_other |= (catalog.properties[entry] == BYTES) != (plan.kind[rows] == ItemKind.OBJECT)
+    is_other |= catalog.dimensions[entry] != plan.dimensions[rows]
+    return is_other
+
+
 def unlike_catalog(plan: LocalPlan, catalog: Catalog) -> set[str]:
     """Return the plan's names that the catalog has in another kind, size or dtype."""
-    number_of = dict(
-        zip(
-            catalog.entry_names(), np.flatnonzero(catalog.properties >= BYTES).tolist(), strict=True
-        )
-    )
+    number_of = numbers_by_name(catalog)
     named, row = np.unique(plan.name, return_index=True)
     entry = np.array([number_of.get(plan.names[number], -1) for number in named.tolist()], np.int64)
     named, row, entry = named[entry >= 0], row[entry >= 0], entry[entry >= 0]
-    width = max(plan.size.shape[1], catalog.size.shape[1])
-    is_object = plan.kind[row] == ItemKind.OBJECT
-    is_other = (catalog.properties[entry] == BYTES) != is_object
-    is_other |= catalog.dimensions[entry] != plan.dimensions[row]
-    sizes = widened(catalog.size[entry], width, 1), widened(plan.size[row], width, 1)
-    is_other |= (sizes[0] != sizes[1]).any(axis=1)
-    numbers: dict[str, int] = {"": -1}
+    is_other = are_unlike(plan, row, catalog, entry)
     saved, wanted = (
-        np.array([*(numbers.setdefault(one.dtype, len(numbers)) for one in table), -1], np.int64)
-        for table in (catalog.table, plan.table)
+        np.array([*(one.dtype for one in table), ""]) for table in (catalog.table, plan.table)
     )
     saved_as = saved[np.maximum(catalog.properties[entry], -1)]
-    wanted_as = wanted[plan.properties[row]]
-    is_other |= ~is_object & (saved_as != wanted_as)
+    is_other |= (plan.kind[row] != ItemKind.OBJECT) & (saved_as != wanted[plan.properties[row]])
     return set(map(plan.names.__getitem__, named[is_other].tolist()))
 
 

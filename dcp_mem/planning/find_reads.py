@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,18 +13,22 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints, Rows
+from dcp_mem.format.catalog import Catalog, Extent, Ints, Tails, counted, portions
+from dcp_mem.format.column_file import distinct_rows
 from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named
-from dcp_mem.planning.chunk_index import Boxes, ChunkIndex, Overlaps
-from dcp_mem.planning.entries import Casts
-from dcp_mem.planning.plain_tensors import HOST, sources_of
+from dcp_mem.planning.chunk_index import Boxes, ChunkIndex
+from dcp_mem.planning.entries import Casts, are_unlike, numbers_by_name
+from dcp_mem.planning.plain_tensors import HOST, Sources, sources_of
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
 from dcp_mem.planning.reads import DirectRead, ItemRead, Reads
 
 Bools = npt.NDArray[np.bool_]
+Names = npt.NDArray[np.str_]
 _NOT_PLAIN = -1
+_ROWS_AT_ONCE = 1 << 17
+"""Saved chunks that are indexed at once."""
 
 
 def find_reads(
@@ -32,7 +36,7 @@ def find_reads(
     values: Sequence[Any],
     catalog: Catalog,
     save_id: str,
-    tails: Mapping[int, Sequence[Extent]],
+    tails: Tails,
     *,
     into_devices: bool = False,
 ) -> Reads | None:
@@ -41,15 +45,13 @@ def find_reads(
     Torch plans missing keys, entries of other kinds or sizes, items that were never written, and
     tensors on the meta device. Entries that the plan lacks aren't loaded.
 
-    `values`: the value of each item of the plan: tensors to read into. `tails`: by rank, offset and
-    length of each item of its tail. `into_devices`: whether direct reads may go into the memory of
-    CUDA devices.
+    `values`: the value of each item of the plan: tensors to read into. `into_devices`: whether
+    direct reads may go into the memory of CUDA devices.
     """
     entry = _entries(plan, catalog)
     if entry is None:
         return None
-    rows = _needed_rows(plan, entry, catalog) if catalog.has_many_rows else catalog.rows()
-    locations = _Locations(catalog, rows, save_id, tails)
+    locations = _Locations(catalog, save_id, tails)
     tensors = _Tensors.of(plan, values, entry, locations, into_devices=into_devices)
     objects = _Objects.of(plan, entry, locations)
     if tensors is None or objects is None:
@@ -76,53 +78,71 @@ def find_reads(
 
 def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
     """Return each plan row's entry in the catalog; None if names, kinds or sizes differ."""
-    numbers = np.flatnonzero(catalog.properties >= BYTES)
-    known = dict(zip(catalog.entry_names(), numbers.tolist(), strict=True))
-    found = list(map(known.get, plan.names))
+    found = list(map(numbers_by_name(catalog).get, plan.names))
     if None in found:
         return None
     entry = np.array(found, np.int64)[plan.name]
-    width = max(plan.size.shape[1], catalog.size.shape[1])
-    is_other = (catalog.properties[entry] == BYTES) != (plan.kind == ItemKind.OBJECT)
-    is_other |= catalog.dimensions[entry] != plan.dimensions
-    is_other |= (widened(catalog.size, width, 1)[entry] != widened(plan.size, width, 1)).any(axis=1)
-    return None if is_other.any() else entry
+    return None if are_unlike(plan, np.arange(len(plan)), catalog, entry).any() else entry
 
 
-def _needed_rows(plan: LocalPlan, entry: Ints, catalog: Catalog) -> Rows:
-    """Return those rows of the catalog that share elements with what the plan needs.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Overlaps:
+    """What wanted chunks and saved ones have in common, one row each, by wanted chunk."""
 
-    Entries with the same boxes are looked up in one index, so no more rows are made at once than
-    one entry has, and those that are needed.
+    wanted: Ints
+    offset: Ints
+    extent: Ints
+    saved_offset: Ints
+    saved_extent: Ints
+    writer: Ints
+    number: Ints
 
-    `entry`: of each row of the plan: its entry in the catalog.
+
+def _overlaps(wanted: Boxes, catalog: Catalog) -> _Overlaps:
+    """Return what a catalog's rows have in common with what is wanted.
+
+    Entries with the same boxes are looked up in one index, so few rows are made at once, although
+    the catalog may have millions.
     """
-    specimen, kind = catalog.alike()
-    width = max(plan.size.shape[1], catalog.size.shape[1])
-    is_object = plan.kind == ItemKind.OBJECT
-    objects = np.unique(entry[is_object])
-    objects = objects[np.diff(catalog.first)[objects] > 0]
-    entries, rows = [objects], [np.zeros(len(objects), np.int64)]
-    tensors = np.flatnonzero(~is_object)
-    order = tensors[np.argsort(kind[entry[tensors]], kind="stable")]
-    for alike in np.split(order, np.flatnonzero(np.diff(kind[entry[order]])) + 1):
-        if not len(alike):
-            continue
-        offset, extent = catalog.boxes_of(int(specimen[kind[entry[alike[0]]]]))
+    counts, width = np.diff(catalog.first), wanted.offset.shape[1]
+    boxes = np.column_stack([counts, catalog.offset_runs, catalog.extent_runs])
+    entries = np.flatnonzero(np.bincount(wanted.entry, minlength=len(counts)))
+    specimens, kind_of_entry = distinct_rows(boxes[entries])
+    specimens, kinds = entries[specimens], np.empty(len(counts), np.int64)
+    kinds[entries] = kind_of_entry
+    kind = kinds[wanted.entry]
+    found = []
+    for part in portions(counts[specimens], _ROWS_AT_ONCE):
+        of_part = np.flatnonzero((kind >= part.start) & (kind < part.stop))
+        some = specimens[part]
+        first = np.append(0, np.cumsum(counts[some]))
+        number, row = np.repeat(some, counts[some]), counted(counts[some])
         index = ChunkIndex(
-            widened(offset, width, 0), widened(extent, width, 1), np.array([0, len(offset)])
+            widened(catalog.boxes.at(catalog.offset_runs[number], row[:, None]), width, 0),
+            widened(catalog.boxes.at(catalog.extent_runs[number], row[:, None]), width, 1),
+            first,
         )
-        wanted = Boxes(
-            np.zeros(len(alike), np.int64),
-            widened(plan.offset[alike], width, 0),
-            widened(plan.extent[alike], width, 1),
+        one = index.find(
+            Boxes(kind[of_part] - part.start, wanted.offset[of_part], wanted.extent[of_part])
         )
-        overlaps = index.find(wanted)
-        entries.append(entry[alike[overlaps.wanted]])
-        rows.append(overlaps.row)
-    most = int(np.diff(catalog.first).max(initial=0)) + 1
-    found = np.unique(np.concatenate(entries) * most + np.concatenate(rows))
-    return catalog.rows_at(found // most, found % most)
+        saved = index.offset[one.row], index.extent[one.row]
+        found.append((of_part[one.wanted], row[one.row], one.offset, one.extent, *saved))
+    columns: tuple[Ints, ...] = found[0]
+    if len(found) > 1:
+        columns = tuple(np.concatenate(column) for column in zip(*found, strict=True))
+        by_wanted = np.argsort(columns[0], kind="stable")
+        columns = tuple(column[by_wanted] for column in columns)
+    which, row, offset, extent, saved_offset, saved_extent = columns
+    entry = wanted.entry[which]
+    return _Overlaps(
+        wanted=which,
+        offset=offset,
+        extent=extent,
+        saved_offset=saved_offset,
+        saved_extent=saved_extent,
+        writer=catalog.writers_at(entry, row),
+        number=catalog.numbers_at(entry, row),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +150,8 @@ class _Locations:
     """The locations of a catalog's items in the segments of one save."""
 
     catalog: Catalog
-    rows: Rows
     save_id: str
-    tails: Mapping[int, Sequence[Extent]]
+    tails: Tails
 
     @cached_property
     def files(self) -> list[str]:
@@ -143,9 +162,8 @@ class _Locations:
     def items(self) -> LayoutItems:
         return LayoutItems(self.catalog)
 
-    def extents(self, rows: Ints) -> list[Extent]:
-        """Return offset and length of these rows' items in their segments."""
-        writer, number = self.rows.writer[rows], self.rows.number[rows]
+    def extents(self, writer: Ints, number: Ints) -> list[Extent]:
+        """Return offset and length of these items in their writers' segments."""
         in_layouts = self.items.columns[:2, self.items.find(writer, number)].T.tolist()
         return [
             (offset, length) if in_tail < 0 else self.tails[rank][in_tail]
@@ -165,13 +183,11 @@ class _Tensors:
     plan: LocalPlan
     locations: _Locations
     rows: Ints
-    entry: Ints
     # of each: where its tensor's data lies; `_NOT_PLAIN` if bytes can't be read there
     addresses: Ints
     devices: Ints  # of each: the number of the CUDA device that it lies on, or `HOST`
     wanted: Boxes
-    index: ChunkIndex
-    overlaps: Overlaps
+    overlaps: _Overlaps
 
     @staticmethod
     def of(
@@ -187,73 +203,51 @@ class _Tensors:
         addresses, devices = _places(plan, tensors, into_devices=into_devices)
         if (addresses == _NOT_PLAIN).any() and any(tensor.is_meta for tensor in tensors):
             return None
-        saved = locations.rows
-        width = max(plan.size.shape[1], saved.offset.shape[1])
+        width = max(plan.size.shape[1], locations.catalog.size.shape[1])
         wanted = Boxes(
             entry[rows], widened(plan.offset[rows], width, 0), widened(plan.extent[rows], width, 1)
         )
-        index = ChunkIndex(
-            widened(saved.offset, width, 0), widened(saved.extent, width, 1), saved.first
-        )
-        overlaps = index.find(wanted)
+        overlaps = _overlaps(wanted, locations.catalog)
         found, needed = overlaps.extent.prod(axis=1).sum(), wanted.extent.prod(axis=1).sum()
-        if (saved.writer[overlaps.row] < 0).any() or found < needed:
+        if (overlaps.writer < 0).any() or found < needed:
             return None
         return _Tensors(
             plan=plan,
             locations=locations,
             rows=rows,
-            entry=entry[rows],
             addresses=addresses,
             devices=devices,
             wanted=wanted,
-            index=index,
             overlaps=overlaps,
         )
 
     @cached_property
     def _kinds(self) -> Ints:
         """Of each overlap, the index of its tensor's properties in the catalog."""
-        return self.locations.catalog.properties[self.entry[self.overlaps.wanted]]
+        return self.locations.catalog.properties[self.wanted.entry[self.overlaps.wanted]]
 
     @cached_property
-    def _is_cast(self) -> Bools:
-        """Of each overlap, whether it is loaded in another dtype than it was saved in."""
-        saved, wanted = self.locations.catalog.table, self.plan.table
-        numbers = {
-            name: number
-            for number, name in enumerate(dict.fromkeys(one.dtype for one in (*saved, *wanted)))
-        }
-        dtype_saved, dtype_wanted = (
-            np.array([numbers[one.dtype] for one in table], np.int64) for table in (saved, wanted)
+    def _dtypes(self) -> tuple[Names, Names]:
+        """Of each overlap, the dtypes in which it was saved, and is loaded."""
+        saved, wanted = (
+            np.array([one.dtype for one in table])
+            for table in (self.locations.catalog.table, self.plan.table)
         )
-        wanted_as = self.plan.properties[self.rows[self.overlaps.wanted]]
-        is_cast: Bools = dtype_saved[self._kinds] != dtype_wanted[wanted_as]
-        return is_cast
+        return saved[self._kinds], wanted[self.plan.properties[self.rows[self.overlaps.wanted]]]
 
     def casts(self) -> Casts:
         """Return the tensors that are loaded in another dtype than they were saved in."""
-        cast = np.flatnonzero(self._is_cast)
-        rows = self.rows[self.overlaps.wanted[cast]]
-        saved, wanted = self.locations.catalog.table, self.plan.table
-        return {
-            self.plan.names[name]: (
-                str(dtype_named(saved[kind].dtype)),
-                str(dtype_named(wanted[wanted_as].dtype)),
-            )
-            for name, kind, wanted_as in zip(
-                self.plan.name[rows].tolist(),
-                self._kinds[cast].tolist(),
-                self.plan.properties[rows].tolist(),
-                strict=True,
-            )
-        }
+        saved, wanted = self._dtypes
+        cast = np.flatnonzero(saved != wanted)
+        names = self.plan.name[self.rows[self.overlaps.wanted[cast]]].tolist()
+        dtypes = zip(saved[cast].tolist(), wanted[cast].tolist(), strict=True)
+        return dict(zip(map(self.plan.names.__getitem__, names), dtypes, strict=True))
 
-    def _payloads(self, rows: Ints) -> Ints:
-        """Return offset and bytes of these rows' payloads; the offset is -1 where there is none."""
-        found = self.locations.rows
+    @cached_property
+    def _payloads(self) -> Ints:
+        """Of each overlap, offset and bytes of the saved payload; an offset of -1 for none."""
         items = self.locations.items
-        return items.columns[2:, items.find(found.writer[rows], found.number[rows])]
+        return items.columns[2:, items.find(self.overlaps.writer, self.overlaps.number)]
 
     def are_direct(self) -> Bools:
         """Return, for each overlap, whether it can be a direct read.
@@ -262,24 +256,22 @@ class _Tensors:
         """
         overlaps, saved = self.overlaps, self.locations.catalog.table
         itemsize = np.array([dtype_named(one.dtype).itemsize for one in saved], np.int64)
-        payload_offset, payload_nbytes = self._payloads(overlaps.row)
+        payload_offset, payload_nbytes = self._payloads
         is_whole: Bools = (overlaps.extent == self.wanted.extent[overlaps.wanted]).all(axis=1)
-        is_whole &= (overlaps.extent == self.index.extent[overlaps.row]).all(axis=1)
+        is_whole &= (overlaps.extent == overlaps.saved_extent).all(axis=1)
         is_whole &= (payload_offset >= 0) & (
             payload_nbytes == overlaps.extent.prod(axis=1) * itemsize[self._kinds]
         )
-        is_whole &= ~self._is_cast
+        is_whole &= np.equal(*self._dtypes)
         is_whole &= self.addresses[overlaps.wanted] != _NOT_PLAIN
         return is_whole
 
     def direct_reads(self, which: Ints) -> DirectRead:
         """Return the payloads of these overlaps."""
-        rows = self.overlaps.row[which]
-        payload_offset, payload_nbytes = self._payloads(rows)
-        writer = self.locations.rows.writer[rows]
+        payload_offset, payload_nbytes = self._payloads[:, which]
         wanted = self.overlaps.wanted[which]
         return DirectRead(
-            file=writer,
+            file=self.overlaps.writer[which],
             address=self.addresses[wanted],
             offset=payload_offset,
             nbytes=payload_nbytes,
@@ -288,18 +280,19 @@ class _Tensors:
 
     def items(self, which: Ints) -> list[ItemRead]:
         """Return these overlaps as items, as DCP would plan them."""
-        row, box = self.overlaps.row[which], self.overlaps.wanted[which]
+        overlaps, box = self.overlaps, self.overlaps.wanted[which]
+        writers = overlaps.writer[which]
         dtypes = [dtype_named(one.dtype) for one in self.locations.catalog.table]
         columns = (
             self.plan.name[self.rows[box]],
             self.plan.dimensions[self.rows[box]],
             self.wanted.offset[box],
-            self.index.offset[row],
-            self.index.extent[row],
-            self.overlaps.offset[which],
-            self.overlaps.extent[which],
+            overlaps.saved_offset[which],
+            overlaps.saved_extent[which],
+            overlaps.offset[which],
+            overlaps.extent[which],
             self._kinds[which],
-            self.locations.rows.writer[row],
+            writers,
         )
         result = []
         for (name, dimensions, target, saved, saved_extent, start, extent, kind, writer), (
@@ -307,7 +300,7 @@ class _Tensors:
             length,
         ) in zip(
             zip(*map(np.ndarray.tolist, columns), strict=True),
-            self.locations.extents(row),
+            self.locations.extents(writers, overlaps.number[which]),
             strict=True,
         ):
             fqn, within = self.plan.names[name], slice(dimensions)
@@ -334,28 +327,34 @@ class _Tensors:
 
 @dataclass(frozen=True, eq=False)
 class _Objects:
-    """The byte items to load: indexes of their names, and rows of the catalog."""
+    """The byte items to load: indexes of their names, and who wrote which of their items."""
 
     plan: LocalPlan
     locations: _Locations
     names: Ints
-    rows: Ints
+    writer: Ints
+    number: Ints
 
     @staticmethod
     def of(plan: LocalPlan, entry: Ints, locations: _Locations) -> _Objects | None:
         wanted = np.flatnonzero(plan.kind == ItemKind.OBJECT)
-        first = locations.rows.first
-        rows = first[entry[wanted]]
-        if (first[entry[wanted] + 1] == rows).any() or (locations.rows.writer[rows] < 0).any():
+        entry, catalog = entry[wanted], locations.catalog
+        if (np.diff(catalog.first)[entry] == 0).any():
             return None
-        return _Objects(plan, locations, plan.name[wanted], rows)
+        row = np.zeros(len(entry), np.int64)
+        writer, number = catalog.writers_at(entry, row), catalog.numbers_at(entry, row)
+        if (writer < 0).any():
+            return None
+        return _Objects(plan, locations, plan.name[wanted], writer, number)
 
     def items(self) -> list[ItemRead]:
         """Return these items, as DCP would plan them."""
-        nowhere = torch.Size((0,))
-        writers, result = self.locations.rows.writer[self.rows].tolist(), []
+        nowhere, result = torch.Size((0,)), []
         for name, writer, (offset, length) in zip(
-            self.names.tolist(), writers, self.locations.extents(self.rows), strict=True
+            self.names.tolist(),
+            self.writer.tolist(),
+            self.locations.extents(self.writer, self.number),
+            strict=True,
         ):
             index = MetadataIndex(self.plan.names[name])
             request = ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
@@ -374,25 +373,22 @@ def _places(
 
     The address is `_NOT_PLAIN` for those that bytes can't be read into.
     """
-    count = len(tensors)
-    on_host = np.full(count, HOST)
-    if {one.layout for one in plan.table} <= {str(torch.strided)}:
-        may_be_conj = any(dtype_named(one.dtype).is_complex for one in plan.table)
-        found = sources_of(tensors, may_be_conj=may_be_conj)
-        if found is not None and (found.devices is None or into_devices):
-            devices = on_host if found.devices is None else np.array(found.devices, np.int64)
-            return np.array(found.addresses, np.int64), devices
-    one_by_one = [_place(tensor, into_devices=into_devices) for tensor in tensors]
-    addresses, devices = np.array(one_by_one, np.int64).reshape(-1, 2).T
+
+    def places(found: Sources | None) -> tuple[Ints, Ints] | None:
+        if found is None or (found.devices is not None and not into_devices):
+            return None
+        addresses = np.array(found.addresses, np.int64)
+        is_on_host = found.devices is None
+        return addresses, np.full_like(addresses, HOST if is_on_host else found.devices)
+
+    may_be_conj = any(dtype_named(one.dtype).is_complex for one in plan.table)
+    found = places(sources_of(tensors, may_be_conj=may_be_conj))
+    if found is not None:
+        return found
+    nowhere = np.array([_NOT_PLAIN]), np.array([HOST])
+    each = [places(sources_of((one,))) or nowhere for one in tensors]
+    addresses, devices = map(np.concatenate, zip(*each, strict=True))
     return addresses, devices
-
-
-def _place(tensor: torch.Tensor, *, into_devices: bool) -> tuple[int, int]:
-    """Return what `_places` does, of one tensor."""
-    found = sources_of((tensor,))
-    if found is None or (found.devices is not None and not into_devices):
-        return _NOT_PLAIN, HOST
-    return found.addresses[0], HOST if found.devices is None else found.devices[0]
 
 
 def _difference(start: Sequence[int], origin: Sequence[int]) -> torch.Size:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dcp_mem.format.catalog import Ints, counted
+from dcp_mem.format.catalog import Ints, counted, portions
 from dcp_mem.format.column_file import distinct_rows
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.contradictions import (
@@ -101,7 +101,7 @@ class GlobalPlan:
     def written(self) -> Iterator[WrittenChunks]:
         """Yield the chunks of all names in portions."""
         counts = np.diff(self.first_chunks)[self.names.of_class]
-        for part in _portions(counts):
+        for part in portions(counts, _ITEMS_AT_ONCE):
             chunk_counts, of_class = counts[part], self.names.of_class[part]
             if len(of_class) and of_class[0] == of_class[-1]:
                 chunks = slice(*self.first_chunks[of_class[0] : of_class[0] + 2])
@@ -214,14 +214,6 @@ def _alike(plan: JointPlan) -> _Names:
     )
 
 
-def _portions(counts: Ints) -> Iterator[slice]:
-    """Yield slices of these counts, of about `_ITEMS_AT_ONCE` together."""
-    ends = np.cumsum(counts)
-    portion = (ends - counts) // _ITEMS_AT_ONCE
-    cuts = np.flatnonzero(np.diff(portion)) + 1
-    yield from (slice(*cut) for cut in pairwise([0, *cuts.tolist(), len(counts)]))
-
-
 def _chunks(numbers: SeriesNumbers, names: _Names) -> _Chunks:
     """Return the chunks of one name of each class.
 
@@ -232,7 +224,7 @@ def _chunks(numbers: SeriesNumbers, names: _Names) -> _Chunks:
     counts = names.count[names.specimens]
     items = numbers.counts[names.series_of(names.specimens)]
     found, bad = [], []
-    for part in _portions(np.add.reduceat(items, np.cumsum(counts) - counts)):
+    for part in portions(np.add.reduceat(items, np.cumsum(counts) - counts), _ITEMS_AT_ONCE):
         rows, order, starts = _in_order(numbers, names.series_of(names.specimens[part]))
         if find_contradictions(rows, order, starts, len(numbers.plan.ranks)):
             bad += [one for one in range(part.start, part.stop) if _is_bad(numbers, names, one)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial, reduce
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.errors import EntriesMissing, UntrustedObject
-from dcp_mem.format.catalog import BYTES, Catalog, Extent, Path
+from dcp_mem.format.catalog import BYTES, Catalog, Path, Tails
 from dcp_mem.format.saved_streams import read_stream, why_refused
 from dcp_mem.planning import torch_rules
 from dcp_mem.planning.entries import (
@@ -93,15 +93,14 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         state: dict[str, Any],
         catalog: Catalog,
         save_id: str,
-        tails: Mapping[int, Sequence[Extent]],
+        tails: Tails,
         *,
         into_devices: bool = False,
     ) -> Reads | None:
         """Plan by a catalog.
 
-        `tails`: by rank, offset and length of each item of its tail. `into_devices`: whether direct
-        reads may go into the memory of CUDA devices. Returns what to read; None for what torch has
-        to plan. Raises EntriesMissing.
+        `into_devices`: whether direct reads may go into the memory of CUDA devices. Returns what to
+        read; None for what torch has to plan. Raises EntriesMissing.
         """
         self._is_by_catalog = False
         try:

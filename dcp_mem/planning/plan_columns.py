@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain, compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -83,55 +83,43 @@ def widened(columns: Ints, width: int, value: int) -> Ints:
     return np.pad(columns, ((0, 0), (0, missing)), constant_values=value) if missing else columns
 
 
-class ItemRow(NamedTuple):
-    """One item, as input of `local_plan`."""
-
-    # A NamedTuple: twenty thousand of them are made in a tenth of a dataclass's time.
-    name: int
-    kind: ItemKind
-    properties: Properties | None = None
-    # size of the tensor, and offset and extent of the chunk in it
-    box: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorGroup:
-    """Tensors of one kind, as columns; input of `local_plan`."""
+class ItemGroup:
+    """Items of one kind, as columns; input of `local_plan`. A name may have several shards."""
 
     name: Sequence[int]
     kind: ItemKind
-    properties: Sequence[Properties]
+    properties: Sequence[Properties | None]  # None for byte items
     sizes: Sequence[Sequence[int]]
     offsets: Sequence[Sequence[int]] | None = None  # of each chunk; None if the tensors are whole
     extents: Sequence[Sequence[int]] | None = None  # of each chunk; None if the tensors are whole
 
 
-def local_plan(
-    names: Sequence[str], paths: Sequence[Path], rows: Sequence[ItemRow], *groups: TensorGroup
-) -> LocalPlan:
+def objects_group(numbers: Sequence[int]) -> ItemGroup:
+    """Return the byte items of these names."""
+    count = len(numbers)
+    return ItemGroup(
+        name=numbers, kind=ItemKind.OBJECT, properties=[None] * count, sizes=[()] * count
+    )
+
+
+def local_plan(names: Sequence[str], paths: Sequence[Path], *groups: ItemGroup) -> LocalPlan:
     """Return the plan with these items, in the order of their names."""
-    name, kind, properties, boxes = zip(*rows, strict=True) if rows else ((), (), (), ())
-    sizes, offsets, extents = zip(*boxes, strict=True) if rows else ((), (), ())
-    kinds, all_properties, all_names = list(kind), list(properties), list(name)
-    all_sizes = list(sizes)
-    for group in groups:
-        kinds += [group.kind] * len(group.name)
-        all_properties += group.properties
-        all_names += group.name
-        all_sizes += group.sizes
-    numbers, table = _numbered(all_properties)
-    order = np.argsort(np.array(all_names, np.int64), kind="stable")
-    dimensions = np.fromiter(map(len, all_sizes), np.int64, len(order))
+    name = np.fromiter(chain.from_iterable(group.name for group in groups), np.int64)
+    order = np.argsort(name, kind="stable")
+    numbers, table = _numbered([one for group in groups for one in group.properties])
+    kinds = np.repeat([group.kind for group in groups], [len(group.name) for group in groups])
+    sizes = chain.from_iterable(group.sizes for group in groups)
+    dimensions = np.fromiter(map(len, sizes), np.int64, len(order))
     width = int(dimensions.max(initial=1))
-    of_rows = _padded(sizes, width, 1), _padded(offsets, width, 0), _padded(extents, width, 1)
-    sides = [of_rows, *[_sides(group, width) for group in groups]]
+    sides = [_sides(group, width) for group in groups]
     size, offset, extent = [np.concatenate(side)[order] for side in zip(*sides, strict=True)]
     return LocalPlan(
         names=tuple(names),
         paths=tuple(paths),
         table=table,
-        name=np.array(all_names, np.int64)[order],
-        kind=np.array(kinds, np.int64)[order],
+        name=name[order],
+        kind=kinds.astype(np.int64)[order],
         properties=numbers[order],
         dimensions=dimensions[order],
         size=size,
@@ -140,7 +128,7 @@ def local_plan(
     )
 
 
-def _sides(group: TensorGroup, width: int) -> tuple[Ints, Ints, Ints]:
+def _sides(group: ItemGroup, width: int) -> tuple[Ints, Ints, Ints]:
     """Return sizes, offsets and extents."""
     size = _padded(group.sizes, width, 1)
     if group.offsets is None or group.extents is None:

@@ -1,4 +1,4 @@
-"""Planners of a rank that takes no part in `dcp.save` or `dcp.load`: DCP tells all ranks why."""
+"""The planner of a rank that takes no part in `dcp.save` or `dcp.load`: DCP tells all ranks why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 
-class _Refusing:
+class RefusingPlanner(SavePlanner, LoadPlanner):
     """Raises in the place of a plan."""
 
     def __init__(self, error: Exception) -> None:
@@ -16,16 +16,9 @@ class _Refusing:
     def set_up_planner(self, *_: Any, **__: Any) -> None:
         return
 
-    def create_local_plan(self, *_: Any) -> NoReturn:
+    def _raise(self, *_: Any) -> NoReturn:
         raise self._error
 
-    create_global_plan = finish_plan = resolve_data = create_local_plan
-    load_bytes = resolve_tensor = commit_tensor = create_local_plan
-
-
-class RefusingSavePlanner(_Refusing, SavePlanner):
-    """Raises in the place of a plan of a save."""
-
-
-class RefusingLoadPlanner(_Refusing, LoadPlanner):
-    """Raises in the place of a plan of a load."""
+    _refuse: Any = _raise
+    create_local_plan = create_global_plan = finish_plan = _refuse
+    resolve_data = load_bytes = resolve_tensor = commit_tensor = _refuse

@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.format.catalog import Ints
-from dcp_mem.planning import dtensors, sharded_tensors, torch_rules
+from dcp_mem.planning import sharded_tensors, torch_rules
 from dcp_mem.planning.flatten import Leaves, collect_leaves, flatten, is_container, may_be_container
 from dcp_mem.planning.plain_tensors import BLOCK, PLAIN, Where, properties_of
 from dcp_mem.planning.plan_columns import (
+    ItemGroup,
     ItemKind,
-    ItemRow,
     LocalPlan,
     NotDescribable,
-    TensorGroup,
     local_plan,
+    objects_group,
 )
 from dcp_mem.planning.shard_marks import SAVE_MARKS, are_marked, have_own_marks, mark_of
 from dcp_mem.planning.tensor_guards import Guards
@@ -203,7 +203,7 @@ def _parts(leaf: Any) -> Sequence[Any]:
 def _lie_alike(one: Any, other: Any) -> bool:
     """Return whether two DTensors' specs have the same mesh and placements."""
     return one is other or (
-        one.mesh == other.mesh and dtensors.are_alike(one.placements, other.placements)
+        one.mesh == other.mesh and sharded_tensors.are_alike(one.placements, other.placements)
     )
 
 
@@ -213,37 +213,28 @@ def _lie_alike(one: Any, other: Any) -> bool:
 def _plan_of(leaves: Leaves) -> LocalPlan:
     kinds = list(map(type, leaves.values))
     _refuse_marks(leaves, kinds)
-    if PLAIN.issuperset(kinds):
-        rows, groups = [], []
-        plain = leaves.values
-        numbers: Sequence[int] = range(len(plain))
-    else:
-        is_plain, is_dtensor = (
-            list(map(PLAIN.__contains__, kinds)),
-            [kind is DTensor for kind in kinds],
-        )
-        others = [
-            number for number, kind in enumerate(kinds) if kind not in PLAIN and kind is not DTensor
-        ]
-        # Before any work on plain tensors: this may raise NotDescribable.
-        rows = [row for number in others for row in _rows(number, leaves.values[number])]
-        everything = range(len(kinds))
-        groups = list[TensorGroup]()
-        if any(is_dtensor):
-            sharded = list(compress(leaves.values, is_dtensor))
+    everything = range(len(kinds))
+    plain: Sequence[Any] = leaves.values
+    numbers: Sequence[int] = everything
+    groups: list[ItemGroup] = []
+    if not PLAIN.issuperset(kinds):
+        is_plain = list(map(PLAIN.__contains__, kinds))
+        is_dtensor = [kind is DTensor for kind in kinds]
+        # Before any work on other tensors: this may raise NotDescribable.
+        groups += _groups_of_others(leaves.values, kinds)
+        sharded = list(compress(leaves.values, is_dtensor))
+        if sharded:
             of_dtensors = list(compress(everything, is_dtensor))
-            groups.append(dtensors.tensor_group_of(of_dtensors, sharded))
-        plain, numbers = (
-            list(compress(leaves.values, is_plain)),
-            list(compress(everything, is_plain)),
-        )
+            groups.append(sharded_tensors.dtensors_group(of_dtensors, sharded))
+        plain = list(compress(leaves.values, is_plain))
+        numbers = list(compress(everything, is_plain))
     known = properties_of(plain, map(_REQUIRES_GRAD, plain))
     try:
         sizes = list(map(_SHAPE, plain))
     except RuntimeError as error:  # of tensors nested in a tensor of torch's own class
         raise NotDescribable(f"a tensor without a shape ({error})") from None
-    groups.append(TensorGroup(name=numbers, kind=ItemKind.TENSOR, properties=known, sizes=sizes))
-    return local_plan(leaves.names, leaves.paths, rows, *groups)
+    groups.append(ItemGroup(name=numbers, kind=ItemKind.TENSOR, properties=known, sizes=sizes))
+    return local_plan(leaves.names, leaves.paths, *groups)
 
 
 def _refuse_marks(leaves: Leaves, kinds: Sequence[type]) -> None:
@@ -260,14 +251,19 @@ def _refuse_marks(leaves: Leaves, kinds: Sequence[type]) -> None:
                 raise NotDescribable(f"{name} is a tensor with {mark}")
 
 
-def _rows(name: int, leaf: Any) -> Iterator[ItemRow]:
-    """Yield the rows of a leaf that is neither a plain tensor nor a DTensor."""
-    if type(leaf) is ShardedTensor:
-        yield from sharded_tensors.rows_of(name, leaf)
-    elif isinstance(leaf, torch.Tensor) or _plans_itself(leaf):
-        raise NotDescribable(f"a {type(leaf).__module__}.{type(leaf).__name__}")
-    else:
-        yield ItemRow(name, ItemKind.OBJECT)
+def _groups_of_others(leaves: Sequence[Any], kinds: Sequence[type]) -> Iterator[ItemGroup]:
+    """Yield the items of leaves that are neither plain tensors nor DTensors."""
+    objects = []
+    for number, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        if kind in PLAIN or kind is DTensor:
+            continue
+        if kind is ShardedTensor:
+            yield sharded_tensors.sharded_tensor_group(number, leaf)
+        elif isinstance(leaf, torch.Tensor) or _plans_itself(leaf):
+            raise NotDescribable(f"a {kind.__module__}.{kind.__name__}")
+        else:
+            objects.append(number)
+    yield objects_group(objects)
 
 
 def _plans_itself(leaf: Any) -> bool:

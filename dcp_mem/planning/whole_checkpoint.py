@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_mem.errors import SizeRefused
-from dcp_mem.format.catalog import Catalog, Extent
+from dcp_mem.format.catalog import Catalog, Tails
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
 
@@ -50,7 +50,7 @@ class WholePlanner(LocalLoadPlanner):
         state: dict[str, Any],
         catalog: Catalog,
         save_id: str,
-        tails: Mapping[int, Sequence[Extent]],
+        tails: Tails,
         *,
         into_devices: bool = False,
     ) -> Reads | None:

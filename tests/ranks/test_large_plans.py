@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_mem
-from dcp_mem.format import catalog, catalog_conversion
-from dcp_mem.planning import global_plan
+from tests.support.checkpoints.large_jobs import as_large_jobs
 from tests.support.checkpoints.models import (
     full_tensor,
     sharded_state,
@@ -20,14 +19,8 @@ from tests.support.checkpoints.roundtrip import Places, comes_back
 from tests.support.processes.forks import forked_ranks
 
 
-def _as_large_jobs() -> None:
-    """Let this process plan, and read catalogs, as for thousands of ranks: in portions."""
-    global_plan._ITEMS_AT_ONCE = 1
-    catalog._MANY_ROWS = catalog_conversion._FEW_ROWS_OF_ENTRY = -1
-
-
+@as_large_jobs()
 def _saves(places: Places) -> None:
-    _as_large_jobs()
     rank = dist.get_rank()
     state = {
         **sharded_state(full_tensor, "a"),
@@ -52,8 +45,8 @@ def test_what_is_planned_in_portions_comes_back_from_every_road(places: Places) 
     comes_back(places, "second", expected)
 
 
+@as_large_jobs()
 def _contradicts(places: Places) -> str:
-    _as_large_jobs()
     state = {"same": torch.zeros(5), "other": torch.zeros(3 + dist.get_rank())}
     with places.writer() as writer:
         try:

@@ -21,12 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_mem
-import dcp_mem.loading.load as load_module
 from dcp_mem import CheckpointNotFound, RankFailed, UntrustedObject
-from dcp_mem.format import catalog, catalog_conversion
-from dcp_mem.format.metadata_by_entry import EntryStorageData
-from dcp_mem.planning import global_plan
 from tests.support.checkpoints.jobs import Job, make_state, number_of
+from tests.support.checkpoints.large_jobs import as_large_jobs
 from tests.support.checkpoints.plans import load_by_torch, save_by_torch
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 
@@ -233,17 +230,16 @@ def _save_durably(job: Job, sharding: str) -> None:
 
 def _load_while_memory_is_lost(job: Job, sharding: str) -> str:
     """Segments in memory are cut once they are open, and found to be whole."""
-    read_items = load_module.read_items  # type: ignore[attr-defined]
 
-    def cut_and_read(*args: Any, **options: Any) -> Any:
+    def cut(_name: str, _tensor: torch.Tensor) -> bool:
+        """Is asked which tensors to skip once the checkpoint is open."""
         for segment in (job.directory / "step-1").glob("*.distcp"):
             os.truncate(segment, 700)
-        return read_items(*args, **options)
+        return False
 
     state = _state(sharding, filled=False)
-    with pytest.MonkeyPatch.context() as patch, job.reader() as reader, _by_columns():
-        patch.setattr(load_module, "read_items", cut_and_read)
-        dcp_mem.load(state, storage_reader=reader)
+    with job.reader() as reader, _by_columns():
+        dcp_mem.load(state, storage_reader=reader, skip=cut)
         _check(state)
         return reader.report().source
 
@@ -584,19 +580,17 @@ def _load_by_own_planner(job: Job) -> int:
     return planner.asked
 
 
+@as_large_jobs()
 def _save_as_large_jobs(job: Job) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(global_plan, "_ITEMS_AT_ONCE", 1)
-        _save(job, "rows")
+    _save(job, "rows")
 
 
+@as_large_jobs()
 def _load_by_entries(job: Job, sharding: str) -> None:
     state = _state(sharding, filled=False)
-    with pytest.MonkeyPatch.context() as patch, job.reader() as reader:
-        patch.setattr(catalog, "_MANY_ROWS", -1)
-        patch.setattr(catalog_conversion, "_FEW_ROWS_OF_ENTRY", -1)
+    with job.reader() as reader:
         dcp.load(state, storage_reader=reader, planner=Upside())
-        assert isinstance(reader.read_metadata().storage_data, EntryStorageData)
+        assert not isinstance(reader.read_metadata().storage_data, dict)
     _check(state)
 
 

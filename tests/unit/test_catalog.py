@@ -7,6 +7,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path as FilePath
 from random import Random
 from typing import Any
@@ -52,7 +53,7 @@ from dcp_mem.format.layout import Layout, layout_of
 from dcp_mem.format.metadata import read_metadata, with_storage
 from dcp_mem.format.metadata_template import template_of
 from dcp_mem.format.names import segment_file
-from dcp_mem.format.shared_runs import Runs
+from dcp_mem.format.shared_runs import RunPool, Runs, read_runs
 from dcp_mem.format.torch_names import properties
 from tests.support.checkpoints.roundtrip import properties_of
 from tests.support.variants import examples
@@ -815,3 +816,56 @@ def test_a_dtype_that_this_torch_lacks_is_named() -> None:
     data[8:12] = checksum(memoryview(data)[12:]).to_bytes(4, "little")
     with pytest.raises(ManifestInvalid, match=r"torch\.float77.*use a newer one"):
         metadata_of(Catalog.from_bytes(bytes(data)), SAVE_ID, {0: [(1, 2)]})
+
+
+# -- runs of integers ------------------------------------------------------------------------------
+
+INTEGERS = st.integers(-(1 << 61), 1 << 61)
+PROGRESSIONS = st.builds(
+    lambda first, step, length: [first + step * index for index in range(length)],
+    st.integers(-(1 << 40), 1 << 40),
+    st.integers(-(1 << 40), 1 << 40),
+    st.integers(0, 50),
+)
+
+
+@given(st.lists(PROGRESSIONS | st.lists(INTEGERS, max_size=9), max_size=9))
+def test_runs_come_back_and_equal_ones_are_one(
+    written: Sequence[Sequence[int]],
+) -> None:
+    pool = RunPool()
+    ends = np.cumsum([0, *map(len, written)])
+    numbers = pool.add_rows(np.array([*chain.from_iterable(written)], np.int64), ends)
+    assert len(set(numbers.tolist())) == len(set(map(tuple, written)))
+    runs = pool.runs()
+    assert [runs.run(number).tolist() for number in numbers.tolist()] == list(map(list, written))
+    for number, run in zip(numbers.tolist(), written, strict=True):
+        assert runs.at(np.full(len(run), number), np.arange(len(run))).tolist() == run
+
+
+def test_a_progression_takes_no_room_whatever_its_length() -> None:
+    pool = RunPool()
+    one, other = pool.add(np.stack([np.arange(0, 3000, 3), np.full(1000, 7)])).tolist()
+    assert pool.add(np.arange(1000)[None] * 3).tolist() == [one]
+    assert other not in pool.add(np.full((1, 999), 7)).tolist()
+    assert not len(pool.runs().values)
+    pool.add(np.array([[1, 2, 4]]))
+    assert pool.runs().values.tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("run", "values"),
+    [
+        ([-1, 0, -3], [1, 2, 4]),
+        ([2, 0, -3], [1, 2, 4]),
+        ([0, 0, -4], [1, 2, 4]),
+        ([0, 0, -(1 << 63)], [1, 2, 4]),
+        ([0, 0], []),
+        ([0, 0, -3], [[1, 2, 4]]),
+    ],
+    ids=str,
+)
+def test_runs_that_reach_out_of_what_is_listed_are_refused(run: object, values: object) -> None:
+    runs, listed = np.array(run, np.int64)[:, None], np.array(values, np.int64)
+    with pytest.raises(ValueError, match="runs"):
+        read_runs({"runs": runs, "runs_values": listed}, "runs")

@@ -1,7 +1,6 @@
 """What it costs each rank of a large job to open a catalog, and to look up what it reads.
 
-The catalog is of version 2: rows are runs, which many entries share. It is opened as it is, and
-beside that as readers did before: with all its rows, one for each item of each rank.
+Rows of the catalog are runs, which many entries share; few rows are made.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from benchmarks.harness.rank_plans import BYTES_OF_OBJECT, SAVE_ID, Model
 from benchmarks.harness.scratch import need, scratch
 from benchmarks.harness.settings import GIB, MIB
 from benchmarks.harness.tables import Part, Row, Section, attempt
-from dcp_mem.format import catalog as catalog_module
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.locations import refuse_missing_tails
 from dcp_mem.planning.find_reads import find_reads
@@ -39,15 +37,14 @@ ITEMS = 1000
 SIZES, QUICK_SIZES = (64, 1024, 4096, 16384), (64, 1024)
 JOINED_AT_ONCE = 16
 MEMORY_LIMIT = 64 * MIB
-BYTES_PER_ROW = 256
-"""Of memory, of the way in which all rows are made."""
+BYTES_PER_ROW = 64
+"""Of memory, while the catalog is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
     ranks: int
     path: Path
-    makes_rows: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +75,23 @@ def _part(settings: Settings, ranks: int) -> Part:
     need(settings.tmpfs, GIB + ranks * ITEMS * BYTES_PER_ROW)
     with scratch(settings.tmpfs) as directory:
         path = directory / "catalog"
-        in_fresh_processes(_write, Spec(ranks, path, makes_rows=False))
+        in_fresh_processes(_write, Spec(ranks, path))
         nbytes = path.stat().st_size
-        (ours,) = in_fresh_processes(_measure, Spec(ranks, path, makes_rows=False))
-        (peer,) = in_fresh_processes(_measure, Spec(ranks, path, makes_rows=True))
+        (ours,) = in_fresh_processes(_measure, Spec(ranks, path))
     rows = [
         Row(
             "memory of a rank",
             dcp_mem=f"{ours.peak / MIB:.0f} MiB",
             target=f"≤ {MEMORY_LIMIT // MIB} MiB",
             met=ours.peak <= MEMORY_LIMIT,
-            peer=f"{peer.peak / MIB:,.0f} MiB (all rows)",
         ),
         Row(
             "opening, CPU",
             dcp_mem=f"{ours.opening * 1e3:.1f} ms",
-            peer=f"{peer.opening * 1e3:,.1f} ms (all rows)",
         ),
         Row(
             "finding what to read, CPU",
             dcp_mem=f"{ours.finding * 1e3:.1f} ms",
-            peer=f"{peer.finding * 1e3:,.1f} ms (all rows)",
         ),
     ]
     return Part(
@@ -126,8 +119,6 @@ def _measure(_rank: Rank, spec: Spec) -> Opened:
     data = spec.path.read_bytes()
     growth, started = Growth(), time.process_time()
     catalog = Catalog.from_bytes(data)
-    if spec.makes_rows:
-        catalog_module._MANY_ROWS = int(catalog.first[-1])
     refuse_missing_tails(catalog, tails)
     opened = time.process_time()
     assert find_reads(plan, values, catalog, SAVE_ID, tails) is not None

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, SizeRefused, UntrustedMetadata
 from dcp_mem.format import names
-from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
+from dcp_mem.format.catalog import Catalog, Tails, catalog_key, catalog_named
 from dcp_mem.format.catalog_conversion import metadata_of
 from dcp_mem.format.locations import refuse_missing_tails
 from dcp_mem.format.manifest import ItemTable, Manifest, items_of
@@ -65,7 +65,7 @@ class Description:
         return {} if self.manifest is None else self.manifest.metrics
 
     @property
-    def tails(self) -> Mapping[int, Sequence[Extent]]:
+    def tails(self) -> Tails:
         """By rank, the extents of the items behind the layout of its segment."""
         return {} if self.manifest is None else self.manifest.tails
 
