@@ -230,7 +230,7 @@ class _Tensors:
     def _dtypes(self) -> tuple[Names, Names]:
         """Of each overlap, the dtypes in which it was saved, and is loaded."""
         saved, wanted = (
-            np.array([one.dtype for one in table])
+            np.array([one.dtype for one in table], np.str_)  # there may be none
             for table in (self.locations.catalog.table, self.plan.table)
         )
         return saved[self._kinds], wanted[self.plan.properties[self.rows[self.overlaps.wanted]]]
