@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from dcp_mem.common.azure_urls import abfs_url
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import HISTORIES, RECOVERIES, RESUMES
 from dcp_mem.errors import ConfigError, kind_of
 from dcp_mem.policy.persistence import Persist
@@ -67,7 +68,7 @@ def parity(k: int) -> Parity:
     return Parity(k)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class ExportOrder:
     """An export as the agent sees it."""
 
@@ -89,7 +90,7 @@ class Purpose(NamedTuple):
         return f"{self.verb} {self.job} {self.root}".rstrip()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Settings:
     """The user's settings, checked and with defaults filled in."""
 

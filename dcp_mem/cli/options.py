@@ -6,11 +6,12 @@ import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from dcp_mem.cli.screen import Screen
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import CheckpointStatus
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound
@@ -29,7 +30,7 @@ INTERACTIVE_RETRIES = RetryPolicy(tries=4, longest_pause_seconds=4.0, deadline_s
 """The retries of commands: few and short, because a person is waiting for the answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class CommonOptions:
     screen: Screen
     root: str | None  # the job's URL or directory; None where there is none

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 import click
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions
 from dcp_mem.cli.screen import age, size
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, shown
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointInUse, ConfigError
@@ -17,7 +17,7 @@ from dcp_mem.operations.housekeeping import delete, evict
 from dcp_mem.operations.inventory import find_all
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Removed:
     name: str
     freed_nbytes: int

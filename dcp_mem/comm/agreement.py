@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dcp_mem.comm.collectives import Ranks
 from dcp_mem.common.log import log
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import MARK, RankFailed
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ _SHARED, _OF_ONE_CALL = MARK + "is_shared", MARK + "is_of_one_call"
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class Attempted(Generic[T]):
     """The outcome of work on this rank: the value it returned, or the error it raised."""
 

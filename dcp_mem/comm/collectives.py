@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol, TypeVar
+
+from dcp_mem.common.value_class import value_class
 
 T = TypeVar("T")
 Share = Callable[[Sequence[T]], Sequence[T]]
@@ -218,7 +220,7 @@ class Ranks(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class SingleRank:
     """One rank on its own: no process group, `no_dist`, or `use_collectives=False`."""
 

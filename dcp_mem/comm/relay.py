@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -24,6 +23,7 @@ from typing import Any, Protocol, TypeVar, cast
 from dcp_mem import errors
 from dcp_mem.comm.collectives import Join, Share
 from dcp_mem.common.sendable import decoded, encoded, sendable_as
+from dcp_mem.common.value_class import value_class
 
 T = TypeVar("T")
 _FAN_OUT = 8
@@ -181,7 +181,7 @@ def _add(parcels: _Parcels, others: _Parcels) -> None:
 # -- the tree --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Tree:
     """One rank's position in the tree."""
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dcp_mem.comm.collectives import Channel, PendingMessage
 from dcp_mem.common.log import log
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError
 
 CHUNK = 16 << 20
@@ -30,7 +30,7 @@ _TRIES = 3
 _RIGHT, _AGAIN = b"\0", b"\1"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class OutgoingChunk:
     """A chunk to be sent."""
 
@@ -38,7 +38,7 @@ class OutgoingChunk:
     crc: Callable[[], int]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class IncomingChunk:
     """A chunk to be received."""
 

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from dcp_mem.comm.greetings import Door, accepted, dialled
 from dcp_mem.comm.link import Link
 from dcp_mem.comm.timed_store import MeetingPlace
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import transport_point
 from dcp_mem.errors import ConfigError
 
@@ -28,7 +28,7 @@ _LAST_PART = 0.1
 """The part of the time-out in which a wait that fails has been in vain for all of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Pair:
     """Two ranks that are to be connected, from the view of one of them."""
 

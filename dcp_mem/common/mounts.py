@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+
+from dcp_mem.common.value_class import value_class
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Mount:
     directory: str
     kind: str  # its file system; "" where the system doesn't tell

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 from dcp_mem.common.log import log_once
 
@@ -64,6 +63,8 @@ def _found(package: str) -> str | None:
     running = getattr(module, "__version__", None)
     if isinstance(running, str):
         return running
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms: the agent needs none
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Literal
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 
 
 class State(str, Enum):
@@ -64,7 +65,7 @@ class ExportState(str, Enum):
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Segment:
     """One rank's file of one checkpoint."""
 
@@ -79,7 +80,7 @@ class Segment:
     tail: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SaveInfo:
     """The training loop's information about a save."""
 

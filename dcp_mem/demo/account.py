@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from dcp_mem.common.value_class import value_class
 
 RANKS, KILLED_RANK, KILLED_SAVE = 2, 1, 3
 SIZES = {
@@ -16,7 +17,7 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Options:
     """The script's options, which come as one argument in JSON."""
 
@@ -41,7 +42,7 @@ class Schedule:
         self.stored = self.stop_after - self.stop_after % save_every  # the newest one on storage
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Attempt:
     """One start of all ranks by torchrun: the journal that each wrote, until it ended."""
 

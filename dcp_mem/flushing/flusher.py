@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, StorageUnavailable
 from dcp_mem.flushing.commit import (
@@ -56,7 +57,7 @@ Twice the time that the node's own part took comes on top.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Retry:
     """When a claim or a mark is tried next, and the pause before it is tried once more."""
 

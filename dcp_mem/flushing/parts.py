@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from dcp_mem.common import faults
 from dcp_mem.common.files import read_bytes
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import (
     CheckpointExists,
@@ -30,7 +31,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.storage import Storage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class FlushJob:
     checkpoint: LocalCheckpoint
     node: str
@@ -87,7 +88,7 @@ class FlushJob:
         return f"{self.checkpoint.name}/{file}"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Parts:
     """The stored parts of a checkpoint, as storage has listed them under its `.dcp_mem`."""
 

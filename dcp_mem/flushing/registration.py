@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any
 
 from dcp_mem.common.files import umask
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import ExportOrder, Settings
 from dcp_mem.policy.retention import Retention
 
@@ -33,7 +34,7 @@ _CREDENTIAL_PREFIXES = (
 for one kind of storage."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Registration:
     """A job whose checkpoints are to be flushed; what `Settings` has as well means the same.
     Options and environment may hold secrets: they stay in memory and out of `repr`.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import in_daemons
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing
 from dcp_mem.flushing.orphans import delete_attempt
 from dcp_mem.flushing.ownership import Ownership
@@ -23,7 +24,7 @@ _MOST_AT_ONCE = 16
 """Checkpoints that are deleted after one commit: the next flush waits for that."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Known:
     """A committed checkpoint, as the last look at storage found it."""
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import HISTORIES, Outcome, Segment
 from dcp_mem.errors import DcpMemError, ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
@@ -34,7 +34,7 @@ _READ_NBYTES = 4 * BLOCK
 _NO_HASH = bytes(HASH_NBYTES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class StoredSegment:
     """A segment of an earlier checkpoint on storage."""
 
@@ -48,7 +48,7 @@ class StoredSegment:
         return Source(self.key, self.nbytes, self.parts.etag)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class _Put:
     """Segments of a checkpoint that were put, by the part of their names that doesn't change."""
 

@@ -10,12 +10,13 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from dcp_mem.common import faults
 from dcp_mem.common.parallel import in_daemons
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.flushing.metering import Meter, Throttle
@@ -29,7 +30,7 @@ from dcp_mem.storage import LEAST_PART, Copies, Storage, Upload, part_count
 _LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class SegmentUpload:
     """A segment that is to be on storage."""
 
@@ -42,7 +43,7 @@ class SegmentUpload:
     stored: StoredSegment | None = None  # what unchanged parts are copied from; None: all are sent
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Uploaded:
     """A segment that is on storage."""
 

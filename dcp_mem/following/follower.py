@@ -6,7 +6,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from dcp_mem.common.arguments import takes
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import checked_state
 from dcp_mem.errors import (
     ConfigError,
@@ -401,7 +402,7 @@ class Follower:
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Seen:
     """What the ranks do after a look: take what is new, if there is; end where that is in vain."""
 
@@ -412,7 +413,7 @@ class _Seen:
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Look:
     """What one rank has seen."""
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.column_file import Ints as Ints
 from dcp_mem.format.column_file import Packed, distinct_rows, matrix, pack, unpack
@@ -55,7 +56,7 @@ _ROWS_AT_ONCE = 1 << 20
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Properties:
     """DCP's properties of a tensor besides its shape; torch's values as text ("torch.float32").
 
@@ -69,7 +70,7 @@ class Properties:
     memory_format: str = "torch.contiguous_format"
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class Rows:
     """Rows of a catalog as columns, entry after entry."""
 

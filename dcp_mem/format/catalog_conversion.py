@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.sendable import sendable_as
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import (
     BYTES,
     LOOSE_BYTES,
@@ -59,7 +60,7 @@ class MetadataNotDescribable(ValueError):
     """DCP's metadata holds something that a catalog can't express."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class RankItems:
     """The items of one rank's segment."""
 

@@ -5,7 +5,6 @@ Items are cut into blocks so that a reader that needs little of a large item can
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -13,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from fastcrc.crc32 import iscsi
 from xxhash import xxh3_128
+
+from dcp_mem.common.value_class import value_class
 
 Crcs = npt.NDArray[np.uint32]
 Extents = npt.NDArray[np.int64]
@@ -25,7 +26,7 @@ MOST_RUN = BLOCK + _LARGE
 _POLYNOMIAL = 0x82F63B78
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class Blocks:
     """The pieces of a segment that have a checksum each: items, cut every `BLOCK` bytes, in order.
 

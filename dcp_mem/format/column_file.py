@@ -11,13 +11,13 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.layout import align
@@ -31,7 +31,7 @@ _TYPES = ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<i8")
 _BLOB = "bytes"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class Packed:
     """The content of a file."""
 

@@ -12,13 +12,13 @@ import io
 import math
 import mmap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 
 from dcp_mem.common.sendable import sendable_as
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.layout import Layout, align, layout_of
 from dcp_mem.format.torch_names import dtype_named
 
@@ -26,7 +26,7 @@ Spec = tuple[torch.dtype, torch.Size]
 """Dtype and shape of a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Specs:
     """Dtypes and shapes of tensors, as columns.
 
@@ -55,7 +55,7 @@ _LARGE = 1 << 30
 _NORESERVE = 0x4000  # MAP_NORESERVE, which older Pythons have no name for
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Frame:
     """Head and tail of one item; `payload_nbytes` bytes of payload lie between them."""
 

@@ -11,10 +11,11 @@ import csv
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from operator import attrgetter
 from typing import Any
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.manifest import FlushRecord, Manifest
@@ -33,7 +34,7 @@ _LONGEST_ERROR = 2000
 _END = "\r\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class HistoryRow:
     """One checkpoint's row of the history; its fields are the columns, in their order."""
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 
 ALIGNMENT = 64
 Columns = npt.NDArray[np.int64]
@@ -26,7 +26,7 @@ def align(offset: int) -> int:
 
 
 @sendable
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class Layout:
     """Columns of the dense items, in the order of the plan."""
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.catalog import Catalog, Ints, Tails
 from dcp_mem.format.column_file import distinct_rows
@@ -54,7 +55,7 @@ class LayoutItems:
         return numbers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class ItemLocations:
     """The rows that have been written."""
 
@@ -64,7 +65,7 @@ class ItemLocations:
     tail: TailLocations
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class TailLocations:
     """Rows whose items lie in a tail."""
 
@@ -111,7 +112,7 @@ def refuse_missing_tails(catalog: Catalog, tails: Tails) -> None:
             raise ManifestInvalid(_LACKING)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class DistinctShapes:
     """The distinct shapes, by number of dimensions and then in ascending order."""
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Segment, Transfer
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import HASH, HASH_NBYTES, Crcs, block_count
@@ -35,7 +36,7 @@ _KEPT = 4
 """Manifests that stay parsed: a load looks at the same one several times, and waits for that."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Manifest(Record):
     """One complete checkpoint."""
 
@@ -131,7 +132,7 @@ def _manifest(data: bytes) -> Manifest:
     return super(Manifest, Manifest).from_json(data)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class ItemTable:
     """The items of one stored segment."""
 
@@ -171,7 +172,7 @@ def items_of(layout: Layout, tail: Tail) -> ItemTable:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class StoredParts:
     """The parts of a stored segment, for later checkpoints that have the same bytes."""
 
@@ -198,7 +199,7 @@ class StoredParts:
         return found if found.hash == HASH and found.part_nbytes > 0 else None
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class NodeManifest(Record):
     """The manifest of one node's segments of one checkpoint on storage.
 
@@ -226,7 +227,7 @@ class NodeManifest(Record):
         return {**facts, "tables": tables, "parts": parts}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class FlushRecord(Record):
     """The progress and outcome of one checkpoint's flush.
 
@@ -249,7 +250,7 @@ class FlushRecord(Record):
     transfer: Transfer = field(default_factory=Transfer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class ReplicationRecord(Record):
     """The outcome of one checkpoint's replication, as one node recorded it."""
 
@@ -267,7 +268,7 @@ class ReplicationRecord(Record):
     reused_nbytes: int = 0  # bytes of copies that weren't sent: an earlier copy had them
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Rejection(Record):
     """The mark of a checkpoint that is not to be resumed from, in memory and on storage."""
 
@@ -288,7 +289,7 @@ def why_rejected(mark: bytes) -> str:
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class Resumes(Record):
     """How often in a row a job has resumed from one checkpoint and ended soon afterwards."""
 
@@ -299,7 +300,7 @@ class Resumes(Record):
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class StripeRecord(Record):
     """The stripe and the checksums of a parity file in memory."""
 

@@ -12,13 +12,13 @@ import pickle
 import pickletools
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.catalog import BYTES, MEMORY_FORMATS, Catalog, Ints, Properties, Tails
 from dcp_mem.format.locations import DistinctShapes, TailLocations, distinct_shapes, locations_of
@@ -198,7 +198,7 @@ _OFFSET, _LENGTH = -4, -2
 """Index of offset and length among the pieces of a record of storage data."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class MetadataTemplate:
     """A pickled `Metadata` with gaps for what differs from save to save."""
 
@@ -234,7 +234,7 @@ class MetadataTemplate:
         return filled[: self.checkpoint_id] + name + filled[self.checkpoint_id :]
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class _Numbers:
     """Numbers in the memo: of each name, file, entry's size, row's offset and row's extent."""
 

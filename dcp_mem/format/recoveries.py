@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.records import DAMAGE, facts_of, made, moment_of, moment_text
 
 MOST_RECOVERIES = 1_000
@@ -15,7 +16,7 @@ _LONGEST_REASON = 500
 _MOST_REASONS = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class RecoveryRecord:
     """One load of a checkpoint, on all ranks together."""
 

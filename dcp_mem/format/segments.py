@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, overload
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Segment
 from dcp_mem.format.names import segment_file
 
@@ -13,7 +13,7 @@ Tail = tuple[tuple[int, int], ...]
 """(offset, bytes) of each item behind a segment's layout."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class Segments(Sequence[Segment]):
     """Segments of one save, as columns; each `Segment` is made when it is asked for.
 

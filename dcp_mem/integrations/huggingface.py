@@ -11,7 +11,6 @@ import json
 import os
 import re
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from typing_extensions import Unpack
 
 from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations.accelerate import (
     Untrained,
@@ -261,7 +261,7 @@ class TrainerCheckpoints:
         return self._resumption is not None and checkpoint == self._resumption.directory
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Resumption:
     """A checkpoint that is being resumed from."""
 

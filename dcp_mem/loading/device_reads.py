@@ -7,11 +7,11 @@ host reads into one, and holds it against its checksums, while the device emptie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Extent, Ints
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.copying import read_threads, work_off
@@ -49,7 +49,7 @@ def read_payloads(memory: MemorySource, file: str, payloads: DirectRead, *, veri
             _Reads(memory, file, _Shares.of(units), verify).to_device(of_device, stream)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class _Shares:
     """Stretches of a segment, each for one thread to read, and their places in windows."""
 
@@ -102,7 +102,7 @@ def _window(nbytes: int, least: int) -> int:
     return 1 << (wanted - 1).bit_length()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class _Reads:
     """The reads of what devices take of one segment."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from dcp_mem.comm.agreement import Failures, from_all_ranks, joined, known_to_all
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import CheckpointNotFound, ConfigError, NoRecoverableCheckpoint
 from dcp_mem.format import names
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
@@ -141,7 +142,7 @@ _LOOKING = "looking for checkpoints"
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Survey:
     """One rank's contribution to the election."""
 
@@ -151,7 +152,7 @@ class _Survey:
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Decision:
     """Rank 0's decision from all ranks' surveys."""
 

@@ -14,7 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch.distributed as dist
 
@@ -22,6 +22,7 @@ from dcp_mem.comm import SingleRank
 from dcp_mem.comm.agreement import attempt_or_log, described
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import RECOVERIES, Outcome
 from dcp_mem.errors import DcpMemError, RankFailed, StorageRefused
 from dcp_mem.format import names
@@ -52,7 +53,7 @@ _STORAGE = "storage"
 _KINDS = (MemorySource.label, PEERS, _STORAGE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class RecoveryReport:
     """The report of a load, for all ranks together."""
 

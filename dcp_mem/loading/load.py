@@ -7,7 +7,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
@@ -16,6 +16,7 @@ from dcp_mem.comm.agreement import Failures, attempt, described, known_to_all
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log, log_once
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import NoRecoverableCheckpoint, RankFailed, SegmentCorrupt
 from dcp_mem.loading.find import open_next, open_without
 from dcp_mem.loading.finish import RecoveryReport, record_load, report_of, restore_redundancy
@@ -138,7 +139,7 @@ _DAMAGE = "damaged: "
 _MOST_FAILURES = 8
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _ReadResult:
     """The outcome of reading on all ranks, and the error of this one."""
 
@@ -208,7 +209,7 @@ def _read_together(
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class _Outcome:
     """Bytes that some ranks have read, and failures of these ranks."""
 

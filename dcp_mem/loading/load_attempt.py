@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import Settings
 from dcp_mem.format import names
 from dcp_mem.loading.survey import Search, StorageSurvey
@@ -18,7 +18,7 @@ from dcp_mem.storage import Storage
 Eligible = Callable[[Sequence[ElectedCheckpoint]], Sequence[ElectedCheckpoint]]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Places:
     """The places in which a load looks for checkpoints."""
 
@@ -31,7 +31,7 @@ class Places:
         return " and ".join([f"memory (job {self.job})", *storage])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class LoadRequest:
     """The request of a load: the wanted checkpoint, the ranks, and the places to search."""
 

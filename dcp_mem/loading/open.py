@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.comm.agreement import Attempted, attempt, described
 from dcp_mem.common import faults
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError, SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
@@ -42,7 +43,7 @@ class CannotOpen(DcpMemError):
         self.lacking = lacking
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class OpenCheckpoint:
     """A checkpoint that every rank has opened."""
 
@@ -155,7 +156,7 @@ def _described_by(source: Source, files: SharedFiles) -> Description:
 # -- the sources that a rank sees ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class _Located:
     """The sources of a checkpoint that this rank sees; not yet asked what it consists of."""
 

@@ -25,7 +25,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -40,6 +39,7 @@ from dcp_mem.comm.timed_store import LOOK_SECONDS
 from dcp_mem.comm.transfer import CHUNK, IncomingChunk, OutgoingChunk, receive, send
 from dcp_mem.common import faults
 from dcp_mem.common.parallel import in_parallel
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import exchange_timeout
 from dcp_mem.errors import RankFailed
 from dcp_mem.format.checksums import checksum
@@ -62,7 +62,7 @@ _MOST_SCRATCH, _LEAST_CHUNK = 64 << 20, 1 << 20
 """Bytes of the chunks that come in turn from all nodes that pass on what they have read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class LoadPeers:
     """The ranks that a rank loads with, and what a load has anew."""
 

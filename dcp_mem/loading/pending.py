@@ -11,7 +11,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 from pickle import UnpicklingError
 from types import MappingProxyType
@@ -22,6 +21,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import (
     DcpMemError,
     ManifestInvalid,
@@ -46,7 +46,7 @@ bytes or, if more, this many times its packed size."""
 _delivering = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Payload:
     """Raw contiguous data of an item."""
 
@@ -117,7 +117,7 @@ def table_index(table: ItemTable | None) -> TableIndex | None:
     return None if table is None else TableIndex(table)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Place:
     """Memory into which bytes [low, high) of a segment go as they are."""
 

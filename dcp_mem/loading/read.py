@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.loading.device_reads import read_payloads
@@ -40,7 +41,7 @@ _MOST_BUFFERED = 256 << 20
 _START = operator.attrgetter("start")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Reading:
     """An opened checkpoint, the plan to read from it, and the way to read it."""
 

@@ -7,11 +7,11 @@ first, so that it can take segments, copies and parity of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks, held_store, run_token
 from dcp_mem.comm.agreement import Attempted, Failures, attempt, joined
 from dcp_mem.common import faults
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import Settings, run_identity
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format.manifest import Manifest
@@ -33,7 +33,7 @@ class CannotRepair(DcpMemError):
     """Segments or redundancy of a checkpoint can't be made again; raised on all ranks alike."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Repair:
     """One rank's part in making segments, copies or parity of a checkpoint again."""
 

@@ -15,10 +15,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from dcp_mem.comm import Ranks
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.loading.fetch import Fetcher, fetch_all
@@ -45,7 +46,7 @@ _Told = tuple[LoadShare, Mapping[int, str]]
 """What a leader tells a rank: its share, or a part of it; of its own ranks, also their doors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class LoadGroup:
     """The ranks that load a checkpoint together."""
 

@@ -6,10 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dcp_mem.comm.agreement import described
 from dcp_mem.common.parallel import daemon, in_daemons
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, StorageKeyMissing
 from dcp_mem.format import names
@@ -27,7 +28,7 @@ _LISTING_TIMEOUT = 60.0
 """Seconds that it waits for the rest of the listing, once storage has answered."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Search:
     """The search criteria of a survey."""
 

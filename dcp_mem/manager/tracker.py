@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, Protocol, runtime_checkable
+
+from dcp_mem.common.value_class import value_class
 
 KINDS = ("save", "flush", "copies", "restore")
 _GOOD = ("complete", "durable", "replicated", "restored")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Event:
     """Something that has become of a checkpoint.
 
@@ -72,7 +74,7 @@ class Event:
         return {f"{self.kind}_{name}": value for name, value in found.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Story:
     """All that is known of a job's checkpoints, earlier runs' too, as `dcp-mem report` tells it.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
 from dcp_mem.common import files
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Outcome, Segment
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt
 from dcp_mem.format import names
@@ -30,7 +30,7 @@ Record = TypeVar("Record", FlushRecord, ReplicationRecord)
 _FileFacts = tuple[str, os.stat_result]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class LocalCheckpoint:
     """A complete checkpoint in this node's memory."""
 

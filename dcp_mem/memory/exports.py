@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dcp_mem.common import files
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import ExportState, Outcome
 from dcp_mem.errors import ConfigError, DcpMemError, ManifestInvalid
 from dcp_mem.format.history import HistoryRow
@@ -31,7 +32,7 @@ _STORED = (Outcome.DURABLE, Outcome.DELETED)
 _OPEN = (ExportState.WAITING, ExportState.RUNNING, ExportState.FAILED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class ExportRecord:
     """The export of one checkpoint."""
 
@@ -54,7 +55,7 @@ class ExportRecord:
         return SaveNumber(self.generation, self.count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class LookedAt:
     """How many of a run's saves have been looked at."""
 
@@ -62,7 +63,7 @@ class LookedAt:
     count: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class ExportRecords(Record):
     """The exports of a job on one node."""
 

@@ -18,9 +18,10 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dcp_mem.common.files import create, lies_at, read_bytes, write_atomically
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError, JobInUse, ManifestInvalid
 from dcp_mem.format.records import Record
 
@@ -147,7 +148,7 @@ def in_turn(directory: str, *, is_shared: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class RunIdentity:
     """Which processes may share a job's memory: those of one run, or with the same token."""
 
@@ -159,7 +160,7 @@ class RunIdentity:
         return bool(self.run and self.run == other.run) or self.token == other.token
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SavingRun:
     """The run that saves a job on this node, or did last."""
 
@@ -168,7 +169,7 @@ class SavingRun:
     has_ended: bool = False  # whether a writer of the run has been closed, rather than killed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class _Owner(Record):
     """`.owner.json`: the process that has a job, and the run that saves it."""
 

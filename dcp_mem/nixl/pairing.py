@@ -14,13 +14,14 @@ import os
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from dcp_mem.comm.addresses import rdma_devices
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.control_line import ControlLine
 from dcp_mem.comm.transports import Pair, TransportUnusable, met
+from dcp_mem.common.value_class import value_class
 from dcp_mem.nixl.agents import import_trouble
 from dcp_mem.nixl.channel import INLINE_NBYTES, NixlChannel
 
@@ -62,7 +63,7 @@ def _connected(pair: Pair, *, only_rdma: bool) -> Channel:
 # -- what a rank can do ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class _Offer:
     """A rank's offer to its peer: whether it can and would use NIXL."""
 

@@ -9,9 +9,10 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, count
 from statistics import median
+
+from dcp_mem.common.value_class import value_class
 
 LEFT, RIGHT = 132.0, 938.0
 """The two ends of the time axis, in the units of the drawing."""
@@ -31,13 +32,13 @@ _LEAST_SHARE = 0.4
 """Share of a column that a kind which is to be seen gets at least."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Tick:
     at: float
     label: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Times:
     """The axis of time, in seconds since the epoch."""
 
@@ -75,7 +76,7 @@ def _clock(moment: float, interval: int) -> str:
     return time.strftime("%H:%M" if interval >= 60 else "%H:%M:%S", when)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Mark:
     at: float
     width: float
@@ -138,14 +139,14 @@ def _paths(columns: Mapping[int, Mapping[str, int]], width: float, seen: str) ->
     }
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Dot:
     x: float
     y: float
     title: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Series:
     line: str  # data of an SVG path through the values, or through the medians of stretches of time
     # data of an SVG path around the values of each stretch, where there are too many for dots

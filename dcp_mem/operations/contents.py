@@ -14,12 +14,13 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from dcp_mem.common.files import open_file
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, ManifestInvalid, SegmentCorrupt, StorageKeyMissing
@@ -45,7 +46,7 @@ _PLAIN = re.compile(
 """Opcodes of numbers, texts and containers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Tensor:
     name: str
     dtype: str
@@ -54,7 +55,7 @@ class Tensor:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ByteItem:
     """Anything that is no tensor, pickled."""
 
@@ -63,7 +64,7 @@ class ByteItem:
     refused: str = ""  # why a load refuses it by default; "" where it doesn't, or can't be read
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class SegmentFile:
     file: str
     rank: int
@@ -73,7 +74,7 @@ class SegmentFile:
     places: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Contents:
     tensors: tuple[Tensor, ...]
     items: tuple[ByteItem, ...]

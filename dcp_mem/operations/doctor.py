@@ -10,13 +10,13 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from dcp_mem.comm.addresses import listening_socket
 from dcp_mem.common.mounts import mount_of
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import State
 from dcp_mem.errors import CheckpointExists, DcpMemError, gib
 from dcp_mem.flushing import agent_handle
@@ -53,7 +53,7 @@ class Severity(str, Enum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Check:
     name: str
     verdict: Severity

@@ -14,7 +14,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_mem.common.files import sync_directory
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import STORAGE, CheckpointStatus
 from dcp_mem.config import Settings, checkpoint_name, root_url
 from dcp_mem.errors import ConfigError, DcpMemError, SegmentCorrupt
@@ -51,7 +52,7 @@ from dcp_mem.storage.leases import being_read
 from dcp_mem.storage.routes import open_storage
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Exported:
     target: str
     files: tuple[str, ...]  # paths or keys, in the order in which they were written

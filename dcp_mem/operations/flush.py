@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from dcp_mem.common.progress_bar import Show
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import CheckpointStatus, State
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, FlushFailed
@@ -17,7 +17,7 @@ from dcp_mem.runtime.states import status, wait_for_all
 from dcp_mem.storage.destination import refuse_unusable
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Flushed:
     name: str
     save_id: str

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from statistics import median
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import HISTORIES, RECOVERIES, Outcome
 from dcp_mem.config import Settings
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
@@ -65,7 +66,7 @@ def flush_throughput(row: HistoryRow) -> float:
     return row.nbytes / row.flush_seconds if is_known else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class History:
     job: str
     url: str | None  # its root on storage; None where storage wasn't asked
@@ -78,7 +79,7 @@ class History:
     has_memory: bool = False  # whether the job has memory on this node
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Totals:
     """Sums of a history: times in seconds, sizes in bytes."""
 

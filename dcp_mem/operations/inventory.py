@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.common.parallel import in_daemons
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, State
 from dcp_mem.config import Settings, is_checkpoint_name, job_name
 from dcp_mem.errors import CheckpointNotFound, ConfigError
@@ -31,7 +32,7 @@ from dcp_mem.storage.snapshot import Snapshot, cache_under
 _GONE = "storage has it no more"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class LastDurable:
     """The checkpoint that became durable last, and when."""
 
@@ -39,7 +40,7 @@ class LastDurable:
     at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Job:
     """A job's part of a node's memory."""
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +27,7 @@ from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.comm.timed_store import MeetingPlace, TimedStore, own_connection
 from dcp_mem.comm.transports import Pair, TransportUnusable, transport
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ConfigError
 from dcp_mem.format.checksums import checksum
 from dcp_mem.operations.doctor import Check, Severity, judged
@@ -43,7 +44,7 @@ _SLOW = 0.5
 _MOST_NAMED = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class MeasuredNode:
     """A node's figures: the machine's name, and the rank of the process that measured."""
 
@@ -56,7 +57,7 @@ Node = TypeVar("Node", bound=MeasuredNode)
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class NodeNetwork(MeasuredNode):
     address: str
     interface: str  # whose address that is; "" where it isn't known
@@ -68,7 +69,7 @@ class NodeNetwork(MeasuredNode):
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class NodeTransport(MeasuredNode):
     trouble: str  # why the transport doesn't work between this node and a neighbour; "" if it does
     devices: Sequence[str] = ()  # its cards that do RDMA and have a link

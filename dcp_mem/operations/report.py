@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import counted, figures, shown
 from dcp_mem.errors import gib as size
 from dcp_mem.format.history import HistoryRow
@@ -36,7 +36,7 @@ _METRICS = 6
 _NONE = "\N{EN DASH}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Trouble:
     """A kind of failure in a job's history, and how often it happened."""
 
@@ -48,7 +48,7 @@ class Trouble:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Tile:
     """A figure at the top of the page."""
 
@@ -58,7 +58,7 @@ class Tile:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Chart:
     title: str
     series: Series

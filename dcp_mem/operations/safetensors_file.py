@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ConfigError
 
 _ALIGNMENT = 8
@@ -40,7 +40,7 @@ if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
 """Names of the dtypes that the format has."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Shape:
     """A tensor without its values."""
 
@@ -52,7 +52,7 @@ class Shape:
         return self.size.numel() * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class FileLayout:
     head: bytes  # the bytes that it begins with
     # where each tensor's values lie behind the head: bytes [start, stop)
@@ -60,7 +60,7 @@ class FileLayout:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Chosen:
     """A tensor of a checkpoint that is written, and what it is in the file."""
 

@@ -10,12 +10,12 @@ import io
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Protocol
 
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, DcpMemError, RankFailed, SegmentCorrupt
@@ -59,7 +59,7 @@ class Elsewhere(Protocol):
         """Return bytes of one of the checkpoint's segments."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Place:
     """Where a stream lies: bytes [offset, offset + nbytes) of a segment."""
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from dcp_mem.common.parallel import in_parallel
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Segment
 from dcp_mem.config import Settings
 from dcp_mem.errors import (
@@ -41,7 +42,7 @@ _AT_ONCE = 8
 _WINDOW = 16 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Damage:
     place: str
     rank: int
@@ -53,7 +54,7 @@ class Damage:
     block: int = -1  # which MiB of the item, from 0; -1 where it is no single one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Verified:
     name: str
     save_id: str

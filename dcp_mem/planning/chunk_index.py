@@ -8,17 +8,16 @@ boxes at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Ints, counted, portions
 
 _AT_ONCE = 1 << 20
 """Candidates that are compared at once."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class Boxes:
     """Boxes of elements of tensors, one row each."""
 
@@ -30,7 +29,7 @@ class Boxes:
         return len(self.entry)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class Overlaps:
     """The elements that a wanted box and a saved chunk have in common, one row each."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_mem.common.sharded_tensor import ShardedTensor
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import BYTES, Catalog, Ints, Path
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
@@ -20,7 +20,7 @@ from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
 Bools = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SavedEntry:
     """An entry of a checkpoint: a tensor's whole size and dtype; both None for any other value."""
 

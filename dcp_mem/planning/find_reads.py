@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Catalog, Extent, Ints, Tails, counted, portions
 from dcp_mem.format.column_file import distinct_rows
 from dcp_mem.format.locations import LayoutItems
@@ -85,7 +86,7 @@ def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
     return None if are_unlike(plan, np.arange(len(plan)), catalog, entry).any() else entry
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class _Overlaps:
     """What wanted chunks and saved ones have in common, one row each, by wanted chunk."""
 

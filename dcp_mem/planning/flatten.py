@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.sharded_tensor import ShardedTensor
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Path
 from dcp_mem.planning.plain_tensors import PLAIN
 
@@ -19,7 +19,7 @@ _NO_CONTAINERS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Container:
     """The structure of a mapping or list."""
 
@@ -30,7 +30,7 @@ class Container:
     inner: Mapping[int, Container]  # those of its values that are containers, by position
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Leaves:
     """The leaves of a state dict, in order, with the flattened name and the path of each."""
 

@@ -9,12 +9,13 @@ Only the writers of chunks that several ranks hold are chosen for each name.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Ints, counted, portions
 from dcp_mem.format.column_file import distinct_rows
 from dcp_mem.format.torch_names import dtype_named
@@ -36,7 +37,7 @@ _ITEMS_AT_ONCE = 1 << 16
 """Items that are looked at in one go: so many stay in the processor's cache."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class _Names:
     """The names that have items, class by class."""
 
@@ -54,7 +55,7 @@ class _Names:
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class _Chunks:
     """The chunks of one name of each class, by class and then by offset."""
 
@@ -69,7 +70,7 @@ class _Chunks:
     rank: Ints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class WrittenChunks:
     """The chunks of some names, name by name and then by offset."""
 
@@ -79,7 +80,7 @@ class WrittenChunks:
     row: Ints  # of each chunk: its row in the writer's plan
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class GlobalPlan:
     """What the ranks write."""
 
@@ -246,7 +247,7 @@ def _chunks(numbers: SeriesNumbers, names: _Names) -> _Chunks:
         refused = names.series_of(np.flatnonzero(np.isin(names.of_class, bad)))
         refuse_contradictions(*_in_order(numbers, refused), len(numbers.plan.ranks))
     columns = (np.concatenate(column) for column in zip(*found, strict=True))
-    return _Chunks(**dict(zip(_Chunks.__slots__, columns, strict=True)))
+    return _Chunks(**dict(zip([one.name for one in fields(_Chunks)], columns, strict=True)))
 
 
 def _in_order(numbers: SeriesNumbers, series: Ints) -> tuple[PlanRows, Ints, Ints]:

@@ -10,12 +10,13 @@ of ranks are as large as a few of them, and are joined as quickly. Nothing is lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Ints, Path, Properties, counted
 from dcp_mem.format.column_file import distinct_rows, in_32_bits
 from dcp_mem.planning.plan_columns import LocalPlan, PlanItems, widened
@@ -26,7 +27,7 @@ _RANK = 1 << 32
 
 
 @sendable
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class Holders:
     """Ranks that hold the same series."""
 
@@ -37,7 +38,7 @@ class Holders:
 
 
 @sendable
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class JointPlan:
     """The plans of some ranks. A series has one item on each of its holders."""
 
@@ -309,7 +310,7 @@ def _inverse(order: Ints) -> Ints:
     return result
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class PlanRows(PlanItems):
     """Items of some ranks, by rank and then in the order of the rank's own plan."""
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import compress, repeat
 
 import torch
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Properties
 from dcp_mem.format.torch_names import properties
 
@@ -90,7 +90,7 @@ NO_MEMORY = (
 """What to say of one that lacks it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Sources:
     """Contiguous tensors that can be copied as bytes."""
 

@@ -6,11 +6,11 @@ DCP's `Metadata` of it equals what torch's own planner makes of the same state d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Catalog, Ints
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.names import FROZEN, home_rank
@@ -22,7 +22,7 @@ _RANK = 1 << 32
 
 
 @sendable
-@dataclass(frozen=True, slots=True, eq=False)
+@value_class(eq=False)
 class WrittenItems:
     """The items of one rank's segment."""
 

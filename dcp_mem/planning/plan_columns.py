@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from itertools import chain, compress
 from typing import Any
 
 import numpy as np
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Ints, Path, Properties
 
 COLUMNS = ("name", "kind", "properties", "dimensions", "size", "offset", "extent")
@@ -27,7 +28,7 @@ class ItemKind(IntEnum):
     SHARD = 2
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class PlanItems:
     """Items of state dicts, one row each. `width` is the largest number of dimensions."""
 
@@ -46,7 +47,7 @@ class PlanItems:
         return len(self.name)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class LocalPlan(PlanItems):
     """The plan of one rank as if it saved alone, in the order of its state dict."""
 
@@ -83,7 +84,7 @@ def widened(columns: Ints, width: int, value: int) -> Ints:
     return np.pad(columns, ((0, 0), (0, missing)), constant_values=value) if missing else columns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class ItemGroup:
     """Items of one kind, as columns; input of `local_plan`. A name may have several shards."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Ints
 from dcp_mem.planning.entries import Casts
 from dcp_mem.planning.plain_tensors import HOST
@@ -20,7 +20,7 @@ Saved = tuple[torch.dtype, torch.Size]
 """Dtype and shape of a chunk as it was saved."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class ItemRead:
     """One item to read."""
 
@@ -37,7 +37,7 @@ class ItemRead:
         return self.offset + self.length
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class DirectRead:
     """Payloads that are read as they are into the caller's tensors, one row each."""
 
@@ -62,7 +62,7 @@ class DirectRead:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class Reads:
     """All that one rank reads.
 

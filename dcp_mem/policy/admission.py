@@ -18,17 +18,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from operator import attrgetter
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.order import newest_first
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class NodeMemory:
     """One node's memory before a save; all figures in bytes."""
 
@@ -56,7 +57,7 @@ class Admission(str, Enum):
     FULL = "full"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Verdict:
     """The decision for all ranks: checkpoints to evict, and whether to stage the new one."""
 

@@ -17,10 +17,11 @@ Decided from what each rank's node has in memory and what storage has. The rules
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from operator import attrgetter
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber, in_order, joined_place
 from dcp_mem.policy.parity import Stripe, Term, rebuilding
 from dcp_mem.policy.redundancy import Redundancy
@@ -33,7 +34,7 @@ _MOST_NAMED = 8
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class FoundCheckpoint:
     """A checkpoint, or a part of it, as found on a rank's node or on storage."""
 
@@ -60,7 +61,7 @@ class FoundCheckpoint:
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class ElectedCheckpoint:
     """A checkpoint that can be loaded, and from where."""
 
@@ -84,7 +85,7 @@ class ElectedCheckpoint:
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class RecoveryPlan:
     """The candidates of a load, and the reasons against all other checkpoints."""
 

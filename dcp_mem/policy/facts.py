@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class SharedBytes:
     """A file on this node that several checkpoints have among their segments."""
 
@@ -20,7 +21,7 @@ class SharedBytes:
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class CheckpointFacts:
     """A checkpoint as retention and admission see it.
 

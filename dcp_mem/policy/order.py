@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ def next_number(known: SaveNumber, generation: int) -> SaveNumber:
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Place:
     """The facts by which a checkpoint gets its place in the order."""
 

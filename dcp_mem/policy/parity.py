@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 
 Group = Mapping[int, int]
 """The nodes of a group, with the bytes of each: its segments, laid behind each other."""
@@ -25,7 +26,7 @@ Segments = Mapping[int, int]
 """Bytes of segments, by their ranks."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Piece:
     """Bytes [start, stop) of a node's segments, laid behind each other."""
 
@@ -40,7 +41,7 @@ class Piece:
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class Share:
     """Bytes [start, stop) of a rank's segment that are part of a stripe."""
 
@@ -51,7 +52,7 @@ class Share:
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class Stripe:
     """The parity that a rank keeps: the XOR of its shares; bytes that no share covers are zero."""
 
@@ -61,7 +62,7 @@ class Stripe:
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Term:
     """Bytes whose XOR with those of the other terms is a lost segment."""
 

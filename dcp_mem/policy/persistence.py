@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Since:
     """The time since the policy last chose a save, in three units."""
 
@@ -27,7 +28,7 @@ class Since:
     steps: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Persisted:
     """How far a job's counts were at one of its saves, as the save's manifest says."""
 
@@ -36,7 +37,7 @@ class Persisted:
     step: int | None = None  # training step of the one that it chose
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class CountedSave:
     """A save that the next one may go on counting from."""
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
+from dcp_mem.common.value_class import value_class
 
-@dataclass(frozen=True, slots=True)
+
+@value_class
 class Original:
     """A segment on the node whose rank has saved it."""
 

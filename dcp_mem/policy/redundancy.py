@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class Redundancy:
     """Copies of each segment on other nodes, or parity over groups of nodes."""
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.frequency import parse_seconds
@@ -43,7 +43,7 @@ class Retention(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class KeepLast:
     """The policy of `keep_last`."""
 
@@ -57,7 +57,7 @@ class KeepLast:
         return frozenset(one.key for one in _newest_first(known)[: self.count])
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class KeepEvery:
     """The policy of `keep_every`."""
 
@@ -73,7 +73,7 @@ class KeepEvery:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class KeepFor:
     """The policy of `keep_for`."""
 
@@ -95,7 +95,7 @@ class KeepFor:
         return frozenset(young)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class KeepOneIn:
     """The policy of `keep_every` with a time."""
 
@@ -111,7 +111,7 @@ class KeepOneIn:
         return frozenset(first.values())
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class KeepBest:
     """The policy of `keep_best`."""
 
@@ -133,7 +133,7 @@ class KeepBest:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class AnyOf:
     """The policy of `any_of`."""
 

@@ -21,12 +21,13 @@ import zlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from heapq import heapreplace
 from itertools import pairwise, repeat, zip_longest
 from typing import NamedTuple
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.policy.pieces import PIECE, Extent, cut, merged, without
 
 _MOST_PIECES = 1 << 15
@@ -63,7 +64,7 @@ class Piece(NamedTuple):
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class LoadShare:
     """One rank's share of a load."""
 

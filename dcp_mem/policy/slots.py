@@ -7,9 +7,9 @@ pages. It keeps its size from segment to segment, unless it has become far too l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 
 HUGE = 2 << 20
 """Bytes of a huge page."""
@@ -19,7 +19,7 @@ _TOO_LARGE = 64 << 20
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class FreeSlot:
     """A free slot that a process could claim."""
 
@@ -32,7 +32,7 @@ class FreeSlot:
     frames: str = ""  # key of the heads and tails that it holds; "" for none
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SlotNeed:
     """A slot that a save will claim."""
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache, partial
 
@@ -34,6 +33,7 @@ from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.transfer import IncomingChunk, OutgoingChunk
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BLOCK, BlockChecksums, Blocks, Crcs, checksum, combined
@@ -243,7 +243,7 @@ def _zeros_crc(nbytes: int) -> int:
 # -- the receiver ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Earlier:
     """What a receiver may begin with: a file of an earlier checkpoint on this node."""
 

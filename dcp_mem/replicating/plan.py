@@ -6,10 +6,10 @@ All functions are pure: every rank computes the same plans from what all ranks k
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format import names
 from dcp_mem.format.names import FROZEN
 from dcp_mem.format.segments import Segments
@@ -18,7 +18,7 @@ from dcp_mem.policy.placement import Original, place
 from dcp_mem.policy.redundancy import Redundancy
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Copy:
     """One copy of one segment."""
 
@@ -27,7 +27,7 @@ class Copy:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class FilePart:
     """Bytes [start, stop) of a file on the sender's node, which go to `place` of another file."""
 
@@ -38,7 +38,7 @@ class FilePart:
     place: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class FilePlan:
     """A file to assemble on the receiver: the XOR of its parts; bytes that none covers are zero."""
 

@@ -6,13 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dcp_mem.comm.agreement import Failures
 from dcp_mem.comm.transfer import Amount
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Outcome
 from dcp_mem.format.manifest import Manifest, ReplicationRecord
 from dcp_mem.memory.job import JobMemory
@@ -23,7 +24,7 @@ from dcp_mem.replicating.task import ReplicationTask, abandon_all
 from dcp_mem.replicating.worker import Worker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Replication:
     """A checkpoint to replicate, and this rank's part in it."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
@@ -30,7 +30,7 @@ def _nothing() -> None:
     return
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class ReplicationTask:
     """Files of a checkpoint to assemble, and this rank's part in that."""
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
 
 from dcp_mem.comm.agreement import Failures, joined
@@ -17,6 +17,7 @@ from dcp_mem.common import faults, files
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format.manifest import StripeRecord
 from dcp_mem.memory.checkpoint import checksums_of
@@ -37,7 +38,7 @@ class Overtaken(Exception):
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class _Progress:
     """The progress of some ranks, joined; the ranks exchange it while they work."""
 

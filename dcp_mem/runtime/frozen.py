@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
@@ -65,7 +66,7 @@ _COMPARED_EVERY = 8
 _MOST_NAMED = 3
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Identity:
     """A tensor's memory and its counter of writes, by which a later save recognises it."""
 
@@ -185,7 +186,7 @@ _words = np.ctypeslib.as_array((ctypes.c_uint64 * (1 << 53)).from_address(8))
 """The same in words of eight bytes, from address 8 on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class FrozenItems:
     """A rank's frozen items of one save."""
 
@@ -204,7 +205,7 @@ class FrozenItems:
         return list(map(identity_of, self.tensors))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Split:
     """A plan's tensors, divided into frozen ones and others, each with a segment of their own."""
 

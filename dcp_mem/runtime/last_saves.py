@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import Settings
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments
@@ -25,7 +25,7 @@ PlanKey = tuple[str, str, str]
 """Saves with the same key follow each other with the same plan, as a rule: group and plan id."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SavedPlan:
     """The last complete save of a plan; its catalog is kept while the plan's saves stay alike."""
 

@@ -9,8 +9,8 @@ import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.frames import QUANTISED, Spec, Specs, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import Layout
 from dcp_mem.memory import pinning
@@ -19,7 +19,7 @@ from dcp_mem.memory.slot import Slot
 _LAYOUTS_KEPT = 16
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@value_class(eq=False, kw_only=True)
 class PlanLayout:
     """The layout of one rank's plan."""
 

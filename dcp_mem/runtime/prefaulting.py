@@ -6,11 +6,11 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 
 from dcp_mem.common.gc_pause import GrownHeap
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import KeptThreads, let_caller_return
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import Settings
 from dcp_mem.memory import pinning
 from dcp_mem.memory.job import JobMemory
@@ -19,7 +19,7 @@ from dcp_mem.memory.slots import SlotPool
 from dcp_mem.runtime.layouts import PlanLayout, put_frames
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class SlotSizes:
     """The sizes of the slots that one checkpoint takes on a rank."""
 
@@ -36,7 +36,7 @@ class SlotSizes:
         return 1 + len(self.copies)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class NodeNeeds:
     """The memory that the next checkpoints need on this node, in bytes."""
 

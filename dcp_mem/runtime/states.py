@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dcp_mem.common import files
 from dcp_mem.common.log import log
 from dcp_mem.common.progress_bar import Show
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import (
     MEMORY,
     STORAGE,
@@ -371,7 +372,7 @@ def _candidates(memory: JobMemory, name: str | None, wanted: State) -> list[Chec
 # -- waiting ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class _Wait:
     """A wait for something to happen in the job's memory."""
 

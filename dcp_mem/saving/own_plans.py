@@ -27,6 +27,7 @@ from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all
 from dcp_mem.common.log import log, log_once
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format.byte_items import is_plain_value, stream_of
 from dcp_mem.format.catalog import Catalog
@@ -250,7 +251,7 @@ class OwnPlans:
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Refusal:
     """Stands for the plan of a rank that can't be joined with others."""
 

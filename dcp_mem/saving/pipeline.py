@@ -6,13 +6,13 @@ import io
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from weakref import WeakSet
 
 from dcp_mem.comm.agreement import attempt, attempt_or_log
 from dcp_mem.common.log import log_once
 from dcp_mem.common.parallel import daemon
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.names import FROZEN
 from dcp_mem.format.saved_streams import read_stream, why_refused
 from dcp_mem.planning.entries import first_of
@@ -52,7 +52,7 @@ Returns False where they can't, for the reason that is given.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Settled:
     """A save that all ranks have settled on, and that has written nothing yet."""
 

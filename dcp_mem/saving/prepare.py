@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from dcp_mem.comm.agreement import Attempted, attempt, from_all_ranks, known_to_all
 from dcp_mem.comm.bridge.calls import DcpCall
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import Settings, checked_state
 from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.format import names
@@ -42,7 +43,7 @@ for _kind in (
     sendable(_kind)  # of a planner's own, what is made of other classes is refused by name
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Preparation:
     """Slots that are being made ready."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from dcp_mem.comm.agreement import Attempted, attempt, described, raise_together
+from dcp_mem.common.value_class import value_class
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.links import drop_dead_links
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, still_full
@@ -146,7 +147,7 @@ def _spare_of(report: RankReport) -> int:
     return spare + (report.needed + report.frozen if report.is_written else 0)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class IncomingCopies:
     """The copies that will come to each rank: by rank, the bytes of each slot for one."""
 
@@ -169,7 +170,7 @@ def copies_for(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Expected:
     """The room for the next save, and what it needs."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple, Protocol
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import known_to_all
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import SaveInfo, Segment
 from dcp_mem.config import Settings
 from dcp_mem.errors import DcpMemError
@@ -35,7 +36,7 @@ from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.topology import Topology
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class SaveContext:
     """One rank's part in one save: what all stages need, and none of them changes."""
 
@@ -99,7 +100,7 @@ STREAMS_PLAN = "streams"
 """Plan id of saves of streams: there is nothing to plan about them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Unplanned:
     """A state dict that isn't part of a plan of all ranks yet."""
 
@@ -108,7 +109,7 @@ class Unplanned:
     structure: Structure | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Planned:
     """This rank's part of a plan of all ranks, taken apart."""
 
@@ -172,7 +173,7 @@ def unpacked_run(packed: int) -> tuple[int, str]:
 
 
 @sendable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class RankReport:
     """One rank's report before it stages: its needs, and its objections to the save."""
 
@@ -250,7 +251,7 @@ def ballot_of(rank: int, report: RankReport, *, has_room: bool, is_replicating: 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Agreed:
     """The agreement of all ranks on this save."""
 
@@ -295,7 +296,7 @@ class NoCommonPlan(Exception):
 # -- stage and complete ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Filled:
     """A slot that this rank's items have been copied into; not a segment yet."""
 
@@ -319,7 +320,7 @@ def places_in(plan_layout: PlanLayout) -> Iterator[tuple[int, int]]:
     return zip(layout.offsets.tolist(), layout.lengths.tolist(), strict=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class Staged(Filled):
     """This rank's sealed segment, and that of its frozen items."""
 
@@ -338,7 +339,7 @@ class IndexedItems:
         return parts
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Completed:
     """A checkpoint that is COMPLETE in the memory of every node, and this rank's part in it."""
 

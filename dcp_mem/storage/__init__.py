@@ -13,10 +13,11 @@ reads), `snapshot` (for those who look at many checkpoints).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from enum import Enum
 from typing import Protocol
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError, StorageKeyMissing, StorageRefused, StorageUnavailable
 
 LEAST_PART = 16 << 20
@@ -44,7 +45,7 @@ class FileRefused(OfOneFile, StorageRefused):
     """One file can't be read, or isn't one; trying again won't help."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Entry:
     """One name directly under a prefix."""
 
@@ -67,7 +68,7 @@ class Entry:
         return f"{self.nbytes}-{self.modified!r}"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Unfinished:
     """An upload that was begun and neither finished nor dropped."""
 
@@ -83,7 +84,7 @@ class Copies(Enum):
     WHOLE = "whole"  # all of the object, or nothing
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Source:
     """A stored object that an upload may copy from."""
 

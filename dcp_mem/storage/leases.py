@@ -14,9 +14,9 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError
 from dcp_mem.storage import Storage
 
@@ -25,7 +25,7 @@ _READER = re.compile(r"reader-[0-9a-f]{12}-(.+)\.json")
 _LONGEST_SECONDS = 86_400.0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class ReadLease:
     """A lease on a checkpoint, until it is closed."""
 

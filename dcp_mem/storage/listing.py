@@ -7,11 +7,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
 from dcp_mem.common.log import log, log_once
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest, Rejection, why_rejected
@@ -30,7 +31,7 @@ _OWN_SEGMENT = re.compile(names.SEGMENT.pattern.encode())
 _OTHERS_SEGMENT = re.compile(rb"__\d+_\d+\.distcp")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class StoredCheckpoint:
     """A checkpoint on storage: a name and scope that has a `.metadata`."""
 

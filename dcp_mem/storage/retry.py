@@ -9,17 +9,17 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import CredentialsExpired, StorageUnavailable
 from dcp_mem.storage import Entry, OfOneFile, Source, Storage, Unfinished, Upload, UploadBroken
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class RetryPolicy:
     """The limits on repeating a request: tries, pauses and total time."""
 

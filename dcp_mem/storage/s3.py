@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageUnavailable
 from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import (
@@ -288,7 +288,7 @@ class S3Storage:
         return f"{path}/" if path else ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Original:
     """An object that may be copied from."""
 
@@ -377,7 +377,7 @@ class OnePart(_S3Upload):
             raise ValueError(f"{self._path} has a part that was not put")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Part:
     """A part as storage has it."""
 

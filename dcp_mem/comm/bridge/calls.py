@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_mem.comm import Ranks, SingleRank, ranks_of
 from dcp_mem.comm.bridge import torch_plans
 from dcp_mem.comm.bridge.exchanges import DcpExchanges, DistWrapper
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import Purpose
 from dcp_mem.errors import ConfigError
 
@@ -40,7 +40,7 @@ _PLANNING_STEP = "local_step"
 _PLANNING_VARIABLES = frozenset({"distW", "planner", "state_dict"})
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class DcpCall:
     """The ranks that take part in a call."""
 
@@ -48,7 +48,7 @@ class DcpCall:
     rank: int  # this rank's number, as DCP counts for this call; files are named by it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class PlanningCall:
     """The planning step of a `dcp.save` or `dcp.load`, on the stack of this thread."""
 
@@ -77,7 +77,7 @@ def _assign(frame: FrameType, name: str, value: Any) -> None:
         write_back(ctypes.py_object(frame), ctypes.c_int(0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class StagingCall:
     """A `dcp.async_save` that stages: what it will save by."""
 

@@ -13,7 +13,6 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -23,10 +22,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from dcp_mem.comm.bridge import SWITCH, torch_plans
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Choice:
     """The storage that a DCP call uses, and the checkpoint's name there."""
 
@@ -42,7 +42,7 @@ ServeRanks = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes what processes are to run; returns what serves them first."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class _Replaced:
     module: ModuleType
     name: str

@@ -15,7 +15,6 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dcp_mem import functional
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format.metadata import StorageInfo, with_storage
 from dcp_mem.format.saved_streams import is_whole
@@ -82,7 +82,7 @@ def _file(state: Any) -> bytes | None:
     return data
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Common:
     """The common state of a checkpoint, as it was saved."""
 

@@ -14,7 +14,6 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from dcp_mem.comm.transfer import CHUNK, OutgoingChunk
 from dcp_mem.common import faults
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import DcpMemError, UntrustedObject
 from dcp_mem.format.checksums import BlockChecksums, Blocks, Crcs, blocks_of, checksum
 from dcp_mem.format.layout import ALIGNMENT, align
@@ -169,7 +169,7 @@ class Place(NamedTuple):
 torch.serialization.add_safe_globals([Place])
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Parts:
     """A state dict, taken apart."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, SizeRefused, UntrustedMetadata
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Tails, catalog_key, catalog_named
@@ -95,7 +96,7 @@ def _refuse_beyond_segments(catalog: Catalog, manifest: Manifest | None) -> None
 
 
 @sendable
-@dataclass(frozen=True, slots=True)
+@value_class
 class DescriptionFiles:
     """The files that describe a checkpoint, as they lie in memory or on storage."""
 
