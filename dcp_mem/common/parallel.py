@@ -85,7 +85,7 @@ class _Threads:
     def submit(self, act: Callable[[], R]) -> Future[R]:
         done = Future[R]()
         with self._guard:
-            if self._idle:
+            if self._idle > 0:
                 self._idle -= 1
             elif len(self._threads) < self._most:
                 self._threads.append(daemon(self._serve, self._name))

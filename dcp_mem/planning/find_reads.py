@@ -326,7 +326,7 @@ class _Tensors:
         return result
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Objects:
     """The byte items to load: indexes of their names, and who wrote which of their items."""
 
@@ -346,7 +346,9 @@ class _Objects:
         writer, number = catalog.writers_at(entry, row), catalog.numbers_at(entry, row)
         if (writer < 0).any():
             return None
-        return _Objects(plan, locations, plan.name[wanted], writer, number)
+        return _Objects(
+            plan=plan, locations=locations, names=plan.name[wanted], writer=writer, number=number
+        )
 
     def items(self) -> list[ItemRead]:
         """Return these items, as DCP would plan them."""

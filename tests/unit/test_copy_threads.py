@@ -67,24 +67,33 @@ def _worker(ranks: _Ranks) -> Worker:
     return _SlowWorker(memory, slots, task, threading.Event())
 
 
-def _alive() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == _COPIES]
+@pytest.fixture
+def alive() -> Callable[[], list[threading.Thread]]:
+    """What tells the threads that have begun since; other tests may have left kept ones."""
+    before = set(threading.enumerate())
+    return lambda: [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == _COPIES and thread not in before
+    ]
 
 
-def test_an_interrupted_worker_ends_its_threads_and_leaves_the_ranks() -> None:
+def test_an_interrupted_worker_ends_its_threads_and_leaves_the_ranks(
+    alive: Callable[[], list[threading.Thread]],
+) -> None:
     def interrupt() -> None:
-        assert _alive()
+        assert alive()
         raise KeyboardInterrupt
 
     ranks = _Ranks(interrupt)
     with pytest.raises(KeyboardInterrupt):
         _worker(ranks).run()
-    assert not _alive()
+    assert not alive()
     assert ranks.left == "KeyboardInterrupt"
 
 
 def test_threads_that_were_started_are_waited_for_where_another_one_could_not_be(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, alive: Callable[[], list[threading.Thread]]
 ) -> None:
     started: list[str] = []
 
@@ -96,5 +105,5 @@ def test_threads_that_were_started_are_waited_for_where_another_one_could_not_be
 
     monkeypatch.setattr(worker, "daemon", start)
     failures = _worker(_Ranks(lambda: None)).run()
-    assert not _alive()
+    assert not alive()
     assert failures == ((0, "replicating: RuntimeError: can't start new thread"),)

@@ -25,7 +25,7 @@ def _fields_by_position(owner: ast.ClassDef) -> int:
     options = [
         {option.arg: ast.unparse(option.value) for option in getattr(decorator, "keywords", [])}
         for decorator in owner.decorator_list
-        if _name(decorator) == "dataclass"
+        if _name(decorator) in ("dataclass", "value_class")
     ]
     if not options and not any(_name(base) == "NamedTuple" for base in owner.bases):
         return 0
