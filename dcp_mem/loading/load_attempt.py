@@ -131,8 +131,20 @@ class LoadAttempt:
     # -- this node's memory ------------------------------------------------------------------------
 
     def found_local(self, choice: ElectedCheckpoint) -> LocalCheckpoint | None:
-        """Return what the survey found here of a candidate."""
-        for checkpoint in self.local:
+        """Return what lies here of a candidate.
+
+        What the survey didn't find is looked for again: another rank of this node may have surveyed
+        after it was published, and counts on all of the node's ranks to have it.
+        """
+        found = self._one_of(self.local, choice)
+        if found is None and self.memory is not None:
+            found = self._one_of(self.memory.find(choice.name), choice)
+        return found
+
+    def _one_of(
+        self, checkpoints: Iterable[LocalCheckpoint], choice: ElectedCheckpoint
+    ) -> LocalCheckpoint | None:
+        for checkpoint in checkpoints:
             manifest = checkpoint.manifest
             # A rank that saved alone has a save id of its own.
             is_save = not self.is_collective or manifest.save_id == choice.save_id

@@ -151,13 +151,17 @@ def evict(
     save_ids: frozenset[str],
     why: str,
 ) -> frozenset[str]:
-    """Take checkpoints out of memory; return the save ids of those that stay: they are in use."""
+    """Take checkpoints out of memory; return the save ids of those that are in use, and stay."""
     in_use = set[str]()
     for checkpoint in checkpoints:
         save_id = checkpoint.manifest.save_id
         try:
-            if save_id in save_ids and not memory.evict(checkpoint, why, Outcome.SUPERSEDED):
+            if save_id not in save_ids or memory.evict(checkpoint, why, Outcome.SUPERSEDED):
+                continue
+            if is_in_use(checkpoint.manifest_path):
                 in_use.add(save_id)
+        except FileNotFoundError:  # another one takes it out
+            continue
         except OSError as error:  # the other ranks go on to the next exchange; so must this one
             log.warning("%s could not be evicted: %s", checkpoint.name, error)
     return frozenset(in_use)

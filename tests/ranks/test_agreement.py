@@ -7,7 +7,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NoReturn
 
 import pytest
@@ -30,6 +30,7 @@ from dcp_mem.comm.agreement import (
     on_rank_0,
     raise_together,
 )
+from dcp_mem.common.value_class import value_class
 from tests.support.processes.forks import forked_ranks, raised_by
 from tests.support.processes.kill_targets import forked
 from tests.support.variants import with_variants
@@ -148,7 +149,7 @@ def test_nothing_is_raised_where_nothing_failed() -> None:
         raise_together("", ((1, "another"),))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True)
 class _Noting(SingleRank):
     left: list[str] = field(default_factory=list)
 

@@ -118,7 +118,7 @@ def test_the_history_follows_the_order_of_saves_where_a_clock_was_wrong(
     numbers = [(generation, count) for generation in "12" for count in "123"]
     assert [(row["generation"], row["count"]) for row in rows] == numbers
     if fast == HOUR:
-        assert float(rows[2]["created"]) > float(rows[3]["created"])
+        assert rows[2]["created"] > rows[3]["created"]
     page = tmp_path / "report.html"
     _told(_node(memory_root, url, 1), "report", "--output", str(page))
     shown = re.findall(r"step-\d", page.read_text())
