@@ -114,14 +114,19 @@ class Preemption:
             return
         if self._seen.get(number) == newest[0].manifest.save_id:
             return  # The signal came twice; the first deadline stands.
-        ids = [one.manifest.save_id for one in newest]
-        self._seen[number] = ids[0]
+        self._seen[number] = newest[0].manifest.save_id
+        _promote(memory, newest)
         self._writer._saver.wake_agent(now=True)
         while True:
-            present = {one.manifest.save_id: one for one in memory.checkpoints()}
-            if _promote(memory, [present[one] for one in ids if one in present]):
+            held = [one for one in memory.checkpoints() if not one.manifest.scope]
+            present = {one.manifest.save_id: one for one in held}
+            now = present.get(newest[0].manifest.save_id)
+            if now is None and held and not _became_durable(memory, newest[0]):
+                # A save that was under way has taken its place: that is what storage gets.
+                newest, now = held[:_NEWEST], held[0]
+            known = [one.manifest.save_id for one in newest]
+            if _promote(memory, [present[one] for one in known if one in present]):
                 self._writer._saver.wake_agent(now=True)
-            now = present.get(ids[0])
             seconds = time.monotonic() - started
             if now is None or now.flush.outcome == Outcome.DURABLE:
                 log.warning("%s: %s is durable (%.1f s)", name, newest[0].name, seconds)
@@ -317,6 +322,14 @@ def _promote(memory: JobMemory, checkpoints: Sequence[LocalCheckpoint]) -> bool:
     lacking = [one for one in checkpoints if one.flush.outcome != Outcome.DURABLE]
     promoted = [memory.promote(one) for one in lacking if not one.manifest.persist]
     return any(promoted)
+
+
+def _became_durable(memory: JobMemory, checkpoint: LocalCheckpoint) -> bool:
+    """Tell whether a checkpoint that has left memory was on storage by then."""
+    save_id = checkpoint.manifest.save_id
+    return any(
+        row.save_id == save_id and row.outcome == Outcome.DURABLE for row in memory.history.rows()
+    )
 
 
 def _alternative(newest: Sequence[LocalCheckpoint], present: dict[str, LocalCheckpoint]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from dcp_mem.comm.job_ranks import run_token
 from dcp_mem.config import Settings
@@ -43,7 +43,6 @@ class RunNumbers:
         self._generation = 0
         self._run = ""
         self._newest = UNNUMBERED
-        self._known: Mapping[str, int] = {}  # generations, when numbers were last looked at
 
     @property
     def token(self) -> str:
@@ -54,11 +53,6 @@ class RunNumbers:
         """Return the greatest number of this process's saves and loads."""
         own = SaveNumber(self._generation_now(), self._newest.count)
         return max(own, _seen.get((self._memory.root, self._memory.job), UNNUMBERED))
-
-    def in_memory(self, manifests: Sequence[Manifest]) -> SaveNumber:
-        """Return the greatest number that this memory knows of, for the ranks to agree on one."""
-        self._known = self._memory.generations.known()
-        return self._memory.newest_number(manifests)
 
     def run(self, manifests: Sequence[Manifest]) -> tuple[int, str]:
         """Return the generation that the run goes on with, and the run's token.
@@ -84,8 +78,6 @@ class RunNumbers:
         run: then the generation of this run is raised as well. What a later run has saved
         meanwhile stays newer: this process was stopped, and its job has gone on without it.
         """
-        if self._memory.generations.known() == self._known:
-            return
         newest = self._memory.newest_number(without_run=manifest.run)
         if self._memory.generations.raised(manifest).number > newest:
             return

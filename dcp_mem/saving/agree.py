@@ -154,7 +154,7 @@ def _of_node(context: SaveContext, topology: Topology, report: RankReport) -> Ra
     return replace(
         report,
         exists=not context.settings.overwrite and context.name in [one.name for one in own],
-        newest=max(report.newest, context.session.numbers.in_memory(manifests)),
+        newest=max(report.newest, context.session.memory.newest_number(manifests)),
         has_too_many=_has_too_many(context, topology, own),
         proposal=_proposal(context, checkpoints) if context.ranks.rank == 0 else None,
     )
