@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import counted, figures, shown
 from dcp_mem.errors import gib as size
@@ -67,6 +65,9 @@ class Chart:
 
 def render_page(history: History, *, now: float | None = None) -> str:
     """Return the page as text; all names and errors in it are escaped."""
+    # A tenth of what a trainer's import of dcp_mem took.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     sums = totals(history)
     environment = Environment(
         loader=PackageLoader("dcp_mem", "operations"),
