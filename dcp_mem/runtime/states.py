@@ -209,8 +209,7 @@ def wait_for_exports(settings: Settings, wake: Wake) -> None:
 
     def is_over() -> bool:
         records = read_exports(memory.directory)
-        left = unseen(memory, records, of_complete=order.of_complete)
-        return not records.is_under_way and not left
+        return not records.is_under_way and not unseen(memory, records, order)
 
     waiting = _Wait(
         settings=settings,
