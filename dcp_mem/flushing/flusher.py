@@ -378,7 +378,8 @@ class JobFlusher:
         text = str(error) if isinstance(error, DcpMemError) else f"{type(error).__name__}: {error}"
         state, checkpoint = self.queue.state(attempt.checkpoint), attempt.checkpoint
         pause = min(_LONGEST_PAUSE, 0.5 * 2 ** min(state.failures + 1, 10))
-        pause *= random.uniform(0.7, 1.3)
+        # An attempt that began before a retry doesn't know what it was asked for.
+        pause *= random.uniform(0.7, 1.3) * (attempt.begun > self.queue.retried)
         outcome = Outcome.FAILED if _may_pass(error) else Outcome.REFUSED
         record = attempt.ended(outcome, error=text, again=time.time() + pause)
         self.queue.record(attempt.memory, checkpoint, record)
