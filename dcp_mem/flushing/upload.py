@@ -78,7 +78,7 @@ def upload_all(
     stop = threading.Event()
     with ExitStack() as resources:
         opened = [
-            resources.enter_context(_opened(directory, one, storage, meter, throttle, stop))
+            _OpenedSegment(directory, one, storage, resources, meter, throttle, stop)
             for one in outgoing
         ]
         parts = sum(len(one.numbers) for one in opened)
@@ -96,33 +96,6 @@ def upload_all(
 def _each(act: Callable[[T], None], tasks: Sequence[T]) -> None:
     # Not `in_parallel`: that works only a few items ahead, and one slow part would hold up all.
     in_daemons(act, tasks, at_once=parts_at_once(), name="dcp_mem-upload")
-
-
-@contextmanager
-def _opened(
-    directory: str,
-    outgoing: SegmentUpload,
-    storage: Storage,
-    meter: Meter,
-    throttle: Throttle,
-    stop: threading.Event,
-) -> Iterator[_OpenedSegment]:
-    nbytes, stored = outgoing.segment.nbytes, outgoing.stored
-    with _leased(directory, outgoing.segment) as descriptor, ExitStack() as resources:
-        upload = None
-        if not outgoing.is_stored:
-            upload = storage.upload(outgoing.key, nbytes, stored.source if stored else None)
-            resources.callback(upload.close)
-        yield _OpenedSegment(
-            os.path.basename(directory),
-            outgoing,
-            descriptor,
-            upload,
-            storage=storage,
-            meter=meter,
-            throttle=throttle,
-            stop=stop,
-        )
 
 
 @contextmanager
@@ -146,32 +119,39 @@ def _leased(directory: str, segment: Segment) -> Iterator[int]:
 
 
 class _OpenedSegment:
-    """A segment in flight: its open file, its upload, and which parts are left."""
+    """A segment in flight: its open file, its upload, and which parts are left.
+
+    `resources`: closes both.
+    """
 
     def __init__(
         self,
-        name: str,
+        directory: str,
         outgoing: SegmentUpload,
-        descriptor: int,
-        upload: Upload | None,
-        *,
         storage: Storage,
+        resources: ExitStack,
         meter: Meter,
         throttle: Throttle,
         stop: threading.Event,
     ) -> None:
-        self._name, self.outgoing = name, outgoing
-        table = outgoing.table
+        segment, table, stored = outgoing.segment, outgoing.table, outgoing.stored
+        self._name, self.outgoing, self._storage = os.path.basename(directory), outgoing, storage
+        self._meter, self._throttle, self._stop = meter, throttle, stop
         self._known = table.crc32c if len(table.crc32c) else None
         self.checksums = BlockChecksums(blocks_of(table.offsets, table.lengths), self._known)
-        self._descriptor, self._upload, self._storage = descriptor, upload, storage
-        self._meter, self._throttle, self._stop = meter, throttle, stop
-        self._part_nbytes = LEAST_PART if upload is None else upload.part_nbytes
-        self.numbers = range(part_count(outgoing.segment.nbytes, self._part_nbytes))
+        self._descriptor = resources.enter_context(_leased(directory, segment))
+        self._upload: Upload | None = None
+        self._part_nbytes = LEAST_PART
+        if not outgoing.is_stored:
+            source = None if stored is None else stored.source
+            self._upload = storage.upload(outgoing.key, segment.nbytes, source)
+            resources.callback(self._upload.close)
+            self._part_nbytes = self._upload.part_nbytes
+        self.copies = _copies(outgoing, self._upload)
+        self._has_copied = False
+        self.numbers = range(part_count(segment.nbytes, self._part_nbytes))
         self._left = len(self.numbers)
         self._lock = threading.Lock()
-        self.copies = _copies(outgoing, upload)
-        self._has_copied = False
         self._hashes, self._crcs = [b""] * self._left, [0] * self._left
 
     def table(self) -> ItemTable:
