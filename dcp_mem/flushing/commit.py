@@ -43,8 +43,8 @@ from dcp_mem.flushing.parts import (
     parts_of,
     put_part,
     stored_sizes,
+    take_over,
 )
-from dcp_mem.flushing.takeover import take_over
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.metadata_template import template_of

@@ -1,8 +1,7 @@
-"""Exports: the agent looks which are due, and starts a process for each, one at a time.
+"""Exports: the agent looks which are due, and has a process make one at a time for each job.
 
-The program gets its job through a file without a name. When its standard input ends, the agent has
-died, and the program ends as well. It writes down what has become of the export, and logs to the
-agent's log.
+The process is given its job over standard input. It ends with the agent, and answers as a command
+does: by its exit code, and one line.
 """
 
 from __future__ import annotations
@@ -11,97 +10,86 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
 
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import ExportState
 from dcp_mem.flushing.registration import Registration, environment_of
-from dcp_mem.memory.exports import ExportRecords, look, read_exports, write_exports
+from dcp_mem.memory.exports import ExportRecord, ExportRecords, look, read_exports, write_exports
 from dcp_mem.memory.job import JobMemory
 
-_PROGRAM = "dcp_mem.operations.export_process"
+SKIPPED = 4
+"""The exit code of an export that no other try would make."""
 
 
 class JobExporter:
-    """Has one job's checkpoints exported. The agent's one thread calls it; nothing here raises."""
+    """Has one job's checkpoints exported. The loop's thread calls it; nothing here raises."""
 
     def __init__(self, root: str, job: str) -> None:
-        self._root, self._job = root, job
-        self._directory = os.path.join(root, job)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._root, self._job, self._directory = root, job, os.path.join(root, job)
+        self._thread: threading.Thread | None = None
         self._known: ExportRecords | None = None  # where the file has no room for it, too
 
     def go_on(self, registration: Registration) -> None:
         """Begin the next export that is due, unless one is under way. Waits for nothing."""
-        self._note_end()
+        if self.is_running:
+            return
         if registration.export is None or not os.path.isdir(self._directory):
             self._known = None
-        elif self._process is None:
-            self._begin_next(registration)
-
-    def _begin_next(self, registration: Registration) -> None:
+            return
+        known = self._known or read_exports(self._directory)
         try:
-            if self._looked(registration).next_due() is not None:
-                self._process = _started(self._root, registration)
+            memory = JobMemory(self._root, self._job)
+            self._known = look(memory, known, registration.export)
+            record = self._known.next_due()
+            if record is not None:
+                with environment_of(registration):
+                    environment = {**os.environ}
+                self._note(replace(record, state=ExportState.RUNNING))
+                self._thread = daemon(
+                    lambda: self._make(registration, record, environment), "dcp_mem-export"
+                )
+            elif self._known != known:
+                write_exports(self._directory, self._known)
         except Exception as error:  # whatever it is, flushes must go on
-            self._fail(f"it can't be begun: {type(error).__name__}: {error}")
+            log.warning("no exports of %s: %s: %s", self._job, type(error).__name__, error)
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None
+        return self._thread is not None and self._thread.is_alive()
 
     def is_needed(self) -> bool:
         return self.is_running or bool(self._known and self._known.open)
 
-    def stop(self) -> None:
-        """Have the process end soon; a successor begins its export again."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-
-    def _looked(self, registration: Registration) -> ExportRecords:
-        order, known = registration.export, self._known or read_exports(self._directory)
-        assert order is not None
-        memory = JobMemory(self._root, self._job)
-        self._known = look(memory, known, order.every, of_complete=order.of_complete)
-        if self._known != known:
-            write_exports(self._directory, self._known)
-        return self._known
-
-    def _note_end(self) -> None:
-        process = self._process
-        if process is None or process.poll() is None:
-            return
-        self._process = None
-        assert process.stdin is not None
-        process.stdin.close()
-        self._known, code = read_exports(self._directory), process.returncode
-        if code or any(one.state is ExportState.RUNNING for one in self._known.records):
-            self._fail(f"its process has ended with {code} (the agent's log may say why)")
-
-    def _fail(self, error: str) -> None:
-        """Write down why the export that was under way has failed, or couldn't be begun."""
-        known = self._known or ExportRecords()
-        running = [one for one in known.records if one.state is ExportState.RUNNING]
-        record = running[0] if running else known.next_due()
-        if record is None:
-            log.warning("no exports of %s: %s", self._job, error)
-        elif os.path.isdir(self._directory):
-            self._known = known.failed(record, error)
-            write_exports(self._directory, self._known)
-
-
-def _started(root: str, registration: Registration) -> subprocess.Popen[bytes]:
-    """Start the program with its job, which may hold secrets; return at once."""
-    descriptor = os.memfd_create("dcp_mem-export", os.MFD_CLOEXEC)  # it stays off all disks
-    try:
-        with open(descriptor, "wb", closefd=False) as stream:
-            pickle.dump((root, registration), stream)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        with environment_of(registration):
-            return subprocess.Popen(
-                [sys.executable, "-m", _PROGRAM, str(descriptor)],
-                stdin=subprocess.PIPE,
-                pass_fds=(descriptor,),
-                bufsize=0,
+    def _make(
+        self, registration: Registration, record: ExportRecord, environment: Mapping[str, str]
+    ) -> None:
+        """Have a process make an export, and write down what has become of it."""
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "dcp_mem.operations.export_process", str(os.getpid())],
+                input=pickle.dumps((self._root, registration, record)),
+                stdout=subprocess.PIPE,
+                env=environment,
+                check=False,
             )
-    finally:
-        os.close(descriptor)
+        except Exception as error:
+            self._note(record.failed(f"it can't be begun: {type(error).__name__}: {error}"))
+            return
+        text = done.stdout.decode(errors="replace")
+        if done.returncode == 0:
+            self._note(record.exported(text))
+        elif done.returncode == SKIPPED:
+            self._note(record.skipped(text))
+        else:
+            code = done.returncode
+            why = f"its process has ended with {code} (the agent's log may say why)"
+            self._note(record.failed(text or why))
+
+    def _note(self, record: ExportRecord) -> None:
+        if self._known is not None and os.path.isdir(self._directory):
+            self._known = self._known.updated(record)
+            write_exports(self._directory, self._known)

@@ -42,8 +42,6 @@ from dcp_mem.storage.routes import open_storage
 
 _LONGEST_PAUSE = 60.0
 """Seconds between two tries of a failed flush."""
-_EXPORT_LOOK = 0.2
-"""Seconds between two looks at an export that runs."""
 _LONGEST_LOOK = 2.0
 """Seconds between two looks for other nodes' parts, or at what another process flushes."""
 _PEER_GRACE = 600.0
@@ -139,12 +137,10 @@ class JobFlusher:
         return self.queue.is_needed() or self.exporter.is_needed()
 
     def due_times(self) -> list[float]:
-        """Return when a checkpoint or a claim is due, or a look at an export that runs."""
+        """Return when a checkpoint or a claim is due."""
         due = self.queue.due_times()
         if self._claim is not None:
             due.append(self._claim.due)
-        if self.exporter.is_running:
-            due.append(time.monotonic() + _EXPORT_LOOK)
         return due
 
     def flush_next(self) -> bool:
@@ -382,7 +378,8 @@ class JobFlusher:
         text = str(error) if isinstance(error, DcpMemError) else f"{type(error).__name__}: {error}"
         state, checkpoint = self.queue.state(attempt.checkpoint), attempt.checkpoint
         pause = min(_LONGEST_PAUSE, 0.5 * 2 ** min(state.failures + 1, 10))
-        pause *= random.uniform(0.7, 1.3)
+        # An attempt that began before a retry doesn't know what it was asked for.
+        pause *= random.uniform(0.7, 1.3) * (attempt.begun > self.queue.retried)
         outcome = Outcome.FAILED if _may_pass(error) else Outcome.REFUSED
         record = attempt.ended(outcome, error=text, again=time.time() + pause)
         self.queue.record(attempt.memory, checkpoint, record)

@@ -89,8 +89,6 @@ class FlushLoop:
                 due = [one - time.monotonic() for job in self._jobs() for one in job.due_times()]
                 self._woken.wait(max(0.0, min(*due, look_seconds)) if due else look_seconds)
         finally:
-            for job in self._jobs():
-                job.exporter.stop()
             checksums.stop()
 
     def flush_next(self) -> bool:

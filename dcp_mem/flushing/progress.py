@@ -39,7 +39,7 @@ class FlushAttempt:
     ) -> None:
         """Begin an attempt, so many seconds after this node's part was done."""
         self.registration, self.memory, self.checkpoint = registration, memory, checkpoint
-        self._started = time.monotonic()
+        self.begun = time.monotonic()
         before = checkpoint.flush.transfer
         self._before = replace(before, waiting_seconds=before.waiting_seconds + waited_seconds)
         self._meter = Meter(self._before)
@@ -48,7 +48,7 @@ class FlushAttempt:
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._started
+        return time.monotonic() - self.begun
 
     def meter(self, storage: RetryingStorage) -> Meter:
         self._meter = Meter(self._before, retries=lambda: storage.retries, report=self._report)
@@ -58,9 +58,14 @@ class FlushAttempt:
         self, outcome: Outcome, *, error: str = "", durable: float = 0.0, again: float = 0.0
     ) -> FlushRecord:
         found = self._record("", self._meter.transfer())
-        attempts, durable = found.attempts + 1, durable or found.durable
         return replace(
-            found, outcome=outcome, error=error, durable=durable, again=again, attempts=attempts
+            found,
+            outcome=outcome,
+            error=error,
+            durable=durable or found.durable,
+            again=again,
+            attempts=found.attempts + 1,
+            begun=self.begun,
         )
 
     def note_waiting(self) -> None:

@@ -63,7 +63,7 @@ class FlushQueue:
         self._root = root
         self._states: dict[str, FlushState] = {}
         self._unwritten: dict[str, tuple[JobMemory, LocalCheckpoint, FlushRecord]] = {}
-        self._last_live = 0.0
+        self._last_live = self.retried = 0.0
         self._runs: set[str] | None = set()  # that have registered; None: for all
 
     def admit(self, run: str) -> None:
@@ -126,6 +126,8 @@ class FlushQueue:
         )
 
     def retry(self) -> None:
+        """Have all that has failed tried at once, and what just fails once more."""
+        self.retried = time.monotonic()
         for state in list(self._states.values()):
             state.due = 0.0
 

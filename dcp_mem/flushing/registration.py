@@ -16,7 +16,6 @@ from dcp_mem.policy.retention import Retention
 _CREDENTIAL_PREFIXES = (
     "AWS_",
     "AZURE_",
-    "DCP_MEM_AZURE_",
     "GOOGLE_",
     "GCS_",
     "FSSPEC_",
@@ -30,8 +29,7 @@ _CREDENTIAL_PREFIXES = (
     "CURL_CA_BUNDLE",
     "SSL_CERT_",
 )
-"""Of variables by which storage SDKs find credentials, proxies, and whom to trust; and of our own
-for one kind of storage."""
+"""Of variables by which storage SDKs find credentials, proxies, and whom to trust."""
 
 
 @value_class(kw_only=True)

@@ -7,21 +7,19 @@ Nothing here can fail a flush: where storage can't copy, or the source has gone,
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import HISTORIES, Outcome, Segment
 from dcp_mem.errors import DcpMemError, ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
-from dcp_mem.format.checksums import BLOCK, HASH_NBYTES, hasher
+from dcp_mem.format.checksums import BLOCK, hasher
 from dcp_mem.format.history import from_csv
 from dcp_mem.format.manifest import Manifest, NodeManifest, StoredParts
 from dcp_mem.policy.order import Place, newest_first
-from dcp_mem.storage import Copies, OfOneFile, Source, Storage, Upload, part_count
+from dcp_mem.storage import OfOneFile, Source, Storage
 from dcp_mem.storage.listing import get_parsed, is_committed
 
 _MOST_REMEMBERED = 4
@@ -31,7 +29,6 @@ _MOST_TRIED = 4
 _TRUST_SECONDS = 24 * 3600.0
 """For so long bytes on storage are taken to be what was put there, where a copy proves nothing."""
 _READ_NBYTES = 4 * BLOCK
-_NO_HASH = bytes(HASH_NBYTES)
 
 
 @value_class(kw_only=True)
@@ -46,6 +43,39 @@ class StoredSegment:
     @property
     def source(self) -> Source:
         return Source(self.key, self.nbytes, self.parts.etag)
+
+    def may_have(self, number: int, crc32c: int) -> bool:
+        """Return whether a part has this checksum: else it needn't be hashed."""
+        known = self.parts.crc32c
+        return number < len(known) and known[number] == crc32c
+
+    def has(self, number: int, digest: bytes, nbytes: int) -> bool:
+        """Return whether a part has this hash and length."""
+        start, stop = self._range(number)
+        return digest != b"" and self.parts.hash_of(number) == digest and stop - start == nbytes
+
+    def still_has(self, storage: Storage, number: int, digest: bytes) -> bool:
+        """Read the part from storage, and compare its hash: it may have rotted there."""
+        (start, stop), found = self._range(number), hasher()
+        buffer = memoryview(bytearray(min(_READ_NBYTES, max(0, stop - start))))
+        try:
+            while start < stop:
+                piece = buffer[: stop - start]
+                if storage.read_into(self.key, start, [piece]) != len(piece):
+                    return False
+                found.update(piece)
+                start += len(piece)
+        except DcpMemError:
+            return False
+        if found.digest() != digest:
+            text = "%s in %s isn't what was put there any more: its bytes are sent again"
+            log.warning(text, self.key, storage.url)
+            return False
+        return True
+
+    def _range(self, number: int) -> tuple[int, int]:
+        start = number * self.parts.part_nbytes
+        return start, min(start + self.parts.part_nbytes, self.nbytes)
 
 
 @value_class(kw_only=True)
@@ -176,134 +206,3 @@ def _read(storage: Storage, name: str, save_id: str, stems: set[str]) -> _Put | 
     except (StorageKeyMissing, ManifestInvalid, OfOneFile):
         return None
     return _put_of(manifest, parts) if parts else None
-
-
-# -- one segment -----------------------------------------------------------------------------------
-
-
-class SegmentCopies:
-    """Decides part by part whether storage copies a segment or is sent it. Thread-safe. Parts that
-    can only be copied all together are held back until all are known to be unchanged. Once one has
-    changed, those that were held back have to be sent.
-    """
-
-    def __init__(
-        self, stored: StoredSegment | None, upload: Upload | None, storage: Storage, nbytes: int
-    ) -> None:
-        copies = Copies.NOTHING
-        if stored is not None and upload is not None:
-            fits = stored.parts.part_nbytes == upload.part_nbytes
-            copies = upload.copies if fits else Copies.NOTHING
-        self._stored, self._upload, self._storage = stored, upload, storage
-        self._nbytes = nbytes
-        self._copies_parts = copies is Copies.PARTS
-        self._is_whole = copies is Copies.WHOLE and stored is not None and stored.nbytes == nbytes
-        self._held: dict[int, int] = {}
-        self._has_unchecked = False
-        self._lock = threading.Lock()
-
-    def may_be_same(self, number: int, crc32c: int) -> bool:
-        """Return whether it is worth hashing a part: the source's has the same CRC32C, or there is
-        no source, and the next checkpoint may be made from this one.
-        """
-        if self._stored is None:
-            return True
-        known = self._stored.parts.crc32c
-        return number < len(known) and known[number] == crc32c
-
-    def take(self, number: int, crc32c: int, digest: bytes) -> bool | None:
-        """Return whether storage has copied an unchanged part; None: it is held back."""
-        if self._stored is None or not (self._copies_parts or self._is_whole):
-            return False
-        if not self._is_same(self._stored, number, digest):
-            self._is_whole = False
-            return False
-        if self._copies_parts:
-            is_copied = self._try(lambda upload: upload.copy_part(number, crc32c))
-            if is_copied:
-                faults.point("reuse.part")
-            return is_copied
-        with self._lock:
-            if self._is_whole:
-                self._held[number] = crc32c
-                return None
-            return False
-
-    def copy_whole(self) -> bool:
-        """Have all of the segment copied, once all of its parts are held back."""
-        if not self._is_whole or self._upload is None:
-            return False
-        if len(self._held) != part_count(self._nbytes, self._upload.part_nbytes):
-            return False
-        is_copied = self._try(lambda upload: upload.copy_whole())
-        self._is_whole = False
-        if is_copied:
-            faults.point("reuse.whole")
-            self._held.clear()
-        return is_copied
-
-    def released(self, most: int | None = None) -> list[tuple[int, int]]:
-        """Return number and CRC32C of parts that were held back and are to be sent now, each once:
-        none as long as all of the segment may be copied.
-        """
-        with self._lock:
-            if self._is_whole:
-                return []
-            numbers = sorted(self._held)[:most]
-            return [(number, self._held.pop(number)) for number in numbers]
-
-    def checked(self) -> float:
-        """Return when all bytes of the segment, as storage has it now, were last known as right."""
-        if self._has_unchecked and self._stored is not None:
-            return self._stored.parts.checked
-        return time.time()
-
-    def _is_same(self, stored: StoredSegment, number: int, digest: bytes) -> bool:
-        if digest == _NO_HASH or stored.parts.hash_of(number) != digest:
-            return False
-        if not self._is_as_long(stored, number):
-            return False
-        if self._upload is None or self._upload.verifies_copies:
-            return True
-        if stored.is_trusted:
-            self._has_unchecked = True
-            return True
-        return self._reads_same(stored, number, digest)
-
-    def _is_as_long(self, stored: StoredSegment, number: int) -> bool:
-        part, start = stored.parts.part_nbytes, number * stored.parts.part_nbytes
-        return min(part, stored.nbytes - start) == min(part, self._nbytes - start)
-
-    def _reads_same(self, stored: StoredSegment, number: int, digest: bytes) -> bool:
-        """Read the part from storage, and compare its hash: it may have rotted there."""
-        part, start = stored.parts.part_nbytes, number * stored.parts.part_nbytes
-        stop, found = min(start + part, stored.nbytes), hasher()
-        buffer = memoryview(bytearray(min(_READ_NBYTES, max(0, stop - start))))
-        try:
-            while start < stop:
-                piece = buffer[: stop - start]
-                if self._storage.read_into(stored.key, start, [piece]) != len(piece):
-                    return False
-                found.update(piece)
-                start += len(piece)
-        except DcpMemError:
-            return False
-        if found.digest() != digest:
-            log.warning(
-                "%s in %s isn't what was put there any more: its bytes are sent again",
-                stored.key,
-                self._storage.url,
-            )
-            return False
-        return True
-
-    def _try(self, copy: Callable[[Upload], bool]) -> bool:
-        """Return whether storage has copied; if not, it isn't asked again for this segment."""
-        assert self._upload is not None
-        try:
-            is_copied = copy(self._upload)
-        except DcpMemError as error:
-            log.info("%s can't copy, so bytes are sent: %s", self._storage.url, error)
-            is_copied = False
-        self._copies_parts = self._copies_parts and is_copied
-        return is_copied

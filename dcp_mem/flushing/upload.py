@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
 from dcp_mem.common import faults
+from dcp_mem.common.log import log
 from dcp_mem.common.parallel import in_daemons
 from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Segment
-from dcp_mem.errors import SegmentCorrupt
+from dcp_mem.errors import DcpMemError, SegmentCorrupt
 from dcp_mem.flushing.metering import Meter, Throttle
-from dcp_mem.flushing.reuse import SegmentCopies, StoredSegment
+from dcp_mem.flushing.reuse import StoredSegment
 from dcp_mem.format.checksums import HASH_NBYTES, BlockChecksums, blocks_of, hasher
 from dcp_mem.format.manifest import ItemTable, StoredParts
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.views import mapped
 from dcp_mem.storage import LEAST_PART, Copies, Storage, Upload, part_count
+
+T = TypeVar("T")
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 32
 
@@ -65,55 +70,32 @@ def upload_all(
     """Upload the segments of a directory that storage lacks, and read all of them for checksums.
 
     1. Lease and open every segment, and begin its upload.
-    2. Put the parts of all segments, in several threads; the first failure stops all. Parts that
+    2. Have storage copy segments of which nothing has changed, where it copies all or nothing.
+    3. Put the parts of all others, in several threads; the first failure stops all. Parts that
        storage has in an earlier checkpoint are copied there.
-    3. Finish each segment's upload with its last part.
+    4. Finish each segment's upload with its last part.
     """
     stop = threading.Event()
     with ExitStack() as resources:
         opened = [
-            resources.enter_context(_opened(directory, one, storage, meter, throttle, stop))
+            _OpenedSegment(directory, one, storage, resources, meter, throttle, stop)
             for one in outgoing
         ]
-        tasks = [task for segment in opened for task in segment.tasks()]
-        meter.expect(
-            sum(one.segment.nbytes for one in outgoing), sum(len(numbers) for _, numbers in tasks)
-        )
-        # Not `in_parallel`: that works only a few items ahead, and one slow part would hold up all.
-        in_daemons(
-            lambda task: task[0].put_parts(task[1]),
-            tasks,
-            at_once=parts_at_once(),
-            name="dcp_mem-upload",
-        )
+        parts = sum(len(one.numbers) for one in opened)
+        meter.expect(sum(one.segment.nbytes for one in outgoing), parts)
+        # The tail changes most often.
+        wholes = [one for one in opened if one.copies is Copies.WHOLE]
+        compared = [(one, number) for one in wholes for number in reversed(one.numbers)]
+        _each(lambda task: task[0].compare(task[1]), compared)
+        _each(_OpenedSegment.copy_whole, wholes)
+        tasks = [task for one in opened for task in one.tasks()]
+        _each(lambda task: task[0].put_parts(task[1]), tasks)
         return {one.outgoing.segment.file: one.uploaded() for one in opened}
 
 
-@contextmanager
-def _opened(
-    directory: str,
-    outgoing: SegmentUpload,
-    storage: Storage,
-    meter: Meter,
-    throttle: Throttle,
-    stop: threading.Event,
-) -> Iterator[_OpenedSegment]:
-    nbytes, stored = outgoing.segment.nbytes, outgoing.stored
-    with _leased(directory, outgoing.segment) as descriptor, ExitStack() as resources:
-        upload = None
-        if not outgoing.is_stored:
-            upload = storage.upload(outgoing.key, nbytes, stored.source if stored else None)
-            resources.callback(upload.close)
-        yield _OpenedSegment(
-            os.path.basename(directory),
-            outgoing,
-            descriptor,
-            upload,
-            copies=SegmentCopies(stored, upload, storage, nbytes),
-            meter=meter,
-            throttle=throttle,
-            stop=stop,
-        )
+def _each(act: Callable[[T], None], tasks: Sequence[T]) -> None:
+    # Not `in_parallel`: that works only a few items ahead, and one slow part would hold up all.
+    in_daemons(act, tasks, at_once=parts_at_once(), name="dcp_mem-upload")
 
 
 @contextmanager
@@ -137,32 +119,40 @@ def _leased(directory: str, segment: Segment) -> Iterator[int]:
 
 
 class _OpenedSegment:
-    """A segment in flight: its open file, its upload, and which parts are left."""
+    """A segment in flight: its open file, its upload, and which parts are left.
+
+    `resources`: closes both.
+    """
 
     def __init__(
         self,
-        name: str,
+        directory: str,
         outgoing: SegmentUpload,
-        descriptor: int,
-        upload: Upload | None,
-        *,
-        copies: SegmentCopies,
+        storage: Storage,
+        resources: ExitStack,
         meter: Meter,
         throttle: Throttle,
         stop: threading.Event,
     ) -> None:
-        self._name, self.outgoing = name, outgoing
-        table = outgoing.table
+        segment, table, stored = outgoing.segment, outgoing.table, outgoing.stored
+        self._name, self.outgoing, self._storage = os.path.basename(directory), outgoing, storage
+        self._meter, self._throttle, self._stop = meter, throttle, stop
         self._known = table.crc32c if len(table.crc32c) else None
         self.checksums = BlockChecksums(blocks_of(table.offsets, table.lengths), self._known)
-        self._descriptor, self._upload = descriptor, upload
-        self._meter, self._throttle, self._stop = meter, throttle, stop
-        self._part_nbytes = LEAST_PART if upload is None else upload.part_nbytes
-        self._left = part_count(outgoing.segment.nbytes, self._part_nbytes)
+        self._descriptor = resources.enter_context(_leased(directory, segment))
+        self._upload: Upload | None = None
+        self._part_nbytes = LEAST_PART
+        if not outgoing.is_stored:
+            source = None if stored is None else stored.source
+            self._upload = storage.upload(outgoing.key, segment.nbytes, source)
+            resources.callback(self._upload.close)
+            self._part_nbytes = self._upload.part_nbytes
+        self.copies = _copies(outgoing, self._upload)
+        self._has_copied = False
+        self.numbers = range(part_count(segment.nbytes, self._part_nbytes))
+        self._left = len(self.numbers)
         self._lock = threading.Lock()
-        self._copies = copies
-        self._hashes = [bytes(HASH_NBYTES)] * self._left
-        self._crcs = [0] * self._left
+        self._hashes, self._crcs = [b""] * self._left, [0] * self._left
 
     def table(self) -> ItemTable:
         """Return the segment's items with their checksums, once all parts have been read."""
@@ -179,26 +169,46 @@ class _OpenedSegment:
         parts = StoredParts(
             part_nbytes=self._part_nbytes,
             crc32c=tuple(self._crcs),
-            hashes=b"".join(self._hashes),
+            hashes=b"".join(one or bytes(HASH_NBYTES) for one in self._hashes),
             etag=etag,
-            checked=self._copies.checked(),
+            checked=self._checked(),
         )
         return Uploaded(self.table(), parts)
+
+    def _checked(self) -> float:
+        """Return when all bytes of the segment, as storage has it now, were last known as right."""
+        stored, upload = self.outgoing.stored, self._upload
+        if stored is None or upload is None or not self._has_copied or upload.verifies_copies:
+            return time.time()
+        return stored.parts.checked if stored.is_trusted else time.time()
 
     def _changed(self) -> SegmentCorrupt:
         segment, why = self.outgoing.segment, "has changed since it was saved"
         return SegmentCorrupt(self._name, segment.rank, "memory", f"{segment.file} {why}")
 
+    def compare(self, number: int) -> None:
+        """See whether a part has changed, where storage copies all of a segment or nothing."""
+        if self.copies is Copies.WHOLE:
+            data = self._read(number)
+            if not self._is_stored(number, len(data)):
+                self.copies = Copies.NOTHING
+
+    def copy_whole(self) -> None:
+        """Have storage copy all of the segment, if nothing of it has changed."""
+        if self.copies is Copies.WHOLE and self._upload is not None:
+            self.table()
+            if self._is_copied(self._upload.copy_whole, self.outgoing.segment.nbytes):
+                self._left = 0
+                faults.point("reuse.whole")
+                faults.point("flush.segment")
+
     def tasks(self) -> list[tuple[_OpenedSegment, range]]:
-        """Return the numbers of the parts, in runs that one thread takes."""
-        everything = range(self._left)
+        """Return the numbers of the parts that are left, in runs that one thread takes."""
+        if not self._left:
+            return []
         if self._upload is not None and self._upload.in_order:
-            return [(self, everything)]
-        # What is copied as a whole or not at all begins with its tail, which changes most often:
-        # then few parts are held back in vain.
-        is_whole = self._upload is not None and self._upload.copies is Copies.WHOLE
-        numbers = reversed(everything) if is_whole else everything
-        return [(self, range(number, number + 1)) for number in numbers]
+            return [(self, self.numbers)]
+        return [(self, range(number, number + 1)) for number in self.numbers]
 
     def put_parts(self, numbers: range) -> None:
         """Put these parts, and finish the upload if they are the last ones."""
@@ -217,55 +227,60 @@ class _OpenedSegment:
             is_last = not self._left
         if is_last and self._upload is not None:
             self.table()
-            self._complete(self._upload)
+            faults.point("flush.parts")
+            self._upload.finish()
         if is_last:
             faults.point("flush.segment")
 
-    def _complete(self, upload: Upload) -> None:
-        """Finish the upload, or have all of the segment copied, if nothing of it has changed."""
-        if self._copies.copy_whole():
-            nbytes = self.outgoing.segment.nbytes
-            self._meter.count(nbytes, is_sent=False, is_reused=True)
-            return
-        self._send_released(upload)
-        if not self._stop.is_set():
-            faults.point("flush.parts")
-            upload.finish()
-
     def _put_part(self, number: int) -> None:
-        data = self._mapped(number)
+        data, upload = self._read(number), self._upload
+        crc32c, nbytes = self._crcs[number], len(data)
+        is_same = self.copies is Copies.PARTS and self._is_stored(number, nbytes)
+        if upload is None:
+            self._meter.count(nbytes, is_sent=False)
+        elif is_same and self._is_copied(lambda: upload.copy_part(number, crc32c), nbytes):
+            faults.point("reuse.part")
+        else:
+            self._send(upload, number, data, crc32c)
+        faults.point("flush.part")
+
+    def _read(self, number: int) -> memoryview:
+        """Map a part, and compare it with its checksums; hash it, where a copy goes by that."""
+        data, stored = self._mapped(number), self.outgoing.stored
         # Where there is a source, most parts have either changed, which their CRC32C tells, or
         # needn't be sent: only the latter are hashed.
-        is_first = self.outgoing.is_hashed and self.outgoing.stored is None
-        hashed = hasher() if is_first else None
+        hashed = hasher() if self.outgoing.is_hashed and stored is None else None
         crc32c = self._crcs[number] = self.checksums.add(number * self._part_nbytes, data, hashed)
         if self.checksums.is_wrong:
             raise self._changed()
-        if hashed is None and self.outgoing.is_hashed and self._copies.may_be_same(number, crc32c):
+        if stored is not None and stored.may_have(number, crc32c):
             hashed = hasher()
             hashed.update(data)
-        if hashed is not None:
-            self._hashes[number] = hashed.digest()
-        if self._upload is None:
-            self._meter.count(len(data), is_sent=False)
-        else:
-            self._put_or_copy(self._upload, number, data, crc32c)
-        faults.point("flush.part")
+        self._hashes[number] = b"" if hashed is None else hashed.digest()
+        return data
 
-    def _put_or_copy(self, upload: Upload, number: int, data: memoryview, crc32c: int) -> None:
-        is_copied = self._copies.take(number, crc32c, self._hashes[number])
+    def _is_stored(self, number: int, nbytes: int) -> bool:
+        """Return whether a part that was read is in the earlier checkpoint."""
+        stored, upload, digest = self.outgoing.stored, self._upload, self._hashes[number]
+        if stored is None or upload is None or not stored.has(number, digest, nbytes):
+            return False
+        if upload.verifies_copies or stored.is_trusted:
+            return True
+        return stored.still_has(self._storage, number, digest)
+
+    def _is_copied(self, copy: Callable[[], bool], nbytes: int) -> bool:
+        """Return whether storage has copied; if not, it isn't asked again for this segment."""
+        try:
+            is_copied = copy()
+        except DcpMemError as error:
+            log.info("%s can't copy, so bytes are sent: %s", self._storage.url, error)
+            is_copied = False
         if is_copied:
-            self._meter.count(len(data), is_sent=False, is_reused=True)
-        elif is_copied is False:
-            if upload.in_order:
-                self._send_released(upload)
-            self._send(upload, number, data, crc32c)
-            self._send_released(upload, most=1)
-
-    def _send_released(self, upload: Upload, most: int | None = None) -> None:
-        """Send parts that were held back, as the segment as a whole has changed."""
-        for number, crc32c in self._copies.released(most):
-            self._send(upload, number, self._mapped(number), crc32c)
+            self._has_copied = True
+            self._meter.count(nbytes, is_sent=False, is_reused=True)
+        else:
+            self.copies = Copies.NOTHING
+        return is_copied
 
     def _send(self, upload: Upload, number: int, data: memoryview, crc32c: int) -> None:
         self._throttle.wait(len(data), self._stop)
@@ -280,3 +295,12 @@ class _OpenedSegment:
         start = number * self._part_nbytes
         nbytes = min(self._part_nbytes, self.outgoing.segment.nbytes - start)
         return mapped(self._descriptor, start, nbytes) if nbytes else memoryview(b"")
+
+
+def _copies(outgoing: SegmentUpload, upload: Upload | None) -> Copies:
+    """Return what storage may copy from the earlier checkpoint: the parts must be cut alike."""
+    stored = outgoing.stored
+    if stored is None or upload is None or stored.parts.part_nbytes != upload.part_nbytes:
+        return Copies.NOTHING
+    is_as_long = stored.nbytes == outgoing.segment.nbytes
+    return Copies.NOTHING if upload.copies is Copies.WHOLE and not is_as_long else upload.copies

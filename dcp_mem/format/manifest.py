@@ -242,6 +242,7 @@ class FlushRecord(Record):
     outcome: str = ""
     error: str = ""
     attempts: int = 0
+    begun: float = 0.0  # when the last attempt that has ended began, by this node's monotonic clock
     # when the checkpoint became durable, in seconds since the epoch; 0.0 if it hasn't
     durable: float = 0.0
     seconds: float = 0.0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import described, from_all_ranks, leaving_on_error
+from dcp_mem.common.values import Outcome
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, DcpMemError, RankFailed
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations import housekeeping, rejecting
 from dcp_mem.operations.inventory import job_memory, list_checkpoints
 
@@ -67,5 +70,16 @@ def _evict(settings: Settings, name: str) -> bool:
         if not why_not:
             return True
         if time.monotonic() > deadline:
+            _give_up(memory, name)
             raise DcpMemError(f"{name}: {why_not}")
         time.sleep(_PAUSE)
+
+
+def _give_up(memory: JobMemory, name: str) -> None:
+    """Reject what can't be evicted here, unless storage has it: other nodes may have dropped their
+    parts, so it can neither be loaded nor flushed, and nobody is to wait for that.
+    """
+    for one in memory.find(name):
+        if one.flush.outcome != Outcome.DURABLE and len(one.manifest.nodes) > 1:
+            with contextlib.suppress(FileNotFoundError):  # it has gone just now
+                memory.reject(one, "its deletion has failed on this node; delete it again")

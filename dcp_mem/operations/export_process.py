@@ -1,13 +1,14 @@
-"""The process that makes one export: `python -m dcp_mem.operations.export_process DESCRIPTOR`.
+"""The process that makes one export: `python -m dcp_mem.operations.export_process AGENT`.
 
-The agent starts it (`flushing/exporter.py`) when an export is due. It makes that one, and writes
-down what has become of it. It ends as well when its standard input does: the agent has died, and a
-successor begins the export again.
+The agent (`flushing/exporter.py`) starts it with the job on standard input. It answers on standard
+output with the directory that it has made, or with why it hasn't, and exit code 1 or SKIPPED. It
+ends as well when the agent does: a successor begins the export again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import pickle
@@ -15,16 +16,15 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import replace
 
 from dcp_mem.common.log import log
-from dcp_mem.common.values import ExportState
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, DcpMemError
 from dcp_mem.export import HuggingFaceExport, export_of
+from dcp_mem.flushing.exporter import SKIPPED
 from dcp_mem.flushing.metering import Throttle
 from dcp_mem.flushing.registration import Registration
-from dcp_mem.memory.exports import ExportRecord, ExportRecords, read_exports, write_exports
+from dcp_mem.memory.exports import ExportRecord
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.operations.huggingface_directory import make_directory
@@ -37,99 +37,48 @@ from dcp_mem.storage.routes import open_storage
 _NICENESS = 4
 """Above the agent's."""
 _PAUSE = 0.1
-_ENDING_SECONDS = 5.0
-_AGENT_DIED = 3
-
-
-class AgentDied(Exception):
-    """Nobody waits for the export any more."""
+_ENDING_SECONDS = 5
+_PR_SET_PDEATHSIG = 1
 
 
 class Rejected(DcpMemError):
     """The checkpoint has been rejected since it was chosen."""
 
 
-class FlushGate:
-    """Lets the export through while no checkpoint of the job is flushed, at the job's speed."""
+def export(
+    root: str, registration: Registration, record: ExportRecord, has_ended: threading.Event
+) -> str:
+    """Make an export; return its path or URL. `has_ended`: whether the agent has."""
+    assert registration.export is not None
+    order = export_of(registration.export.request)
+    os.umask(order.umask)
+    memory = JobMemory(root, registration.job)
+    throttle = Throttle(registration.upload_limit)
 
-    def __init__(self, memory: JobMemory, bytes_per_second: int | None) -> None:
-        self._memory = memory
-        self._has_ended = threading.Event()
-        self._throttle = Throttle(bytes_per_second)
-
-    def wait(self, nbytes: int) -> None:
-        """Wait while a flush is under way, and until so many bytes may be sent; raise AgentDied."""
-        while self._is_flushing() and not self._has_ended.wait(_PAUSE):
+    def wait(nbytes: int) -> None:
+        while _is_flushing(memory) and not has_ended.wait(_PAUSE):
             pass
         if nbytes:
-            self._throttle.wait(nbytes, self._has_ended)
-        if self._has_ended.is_set():
-            raise AgentDied
+            throttle.wait(nbytes, has_ended)
+        if has_ended.is_set():
+            sys.exit("the agent has ended")
 
-    def _is_flushing(self) -> bool:
-        for one in self._memory.checkpoints():
-            with contextlib.suppress(FileNotFoundError):
-                if one.pending and is_leased(one.flushing_path):
-                    return True
-        return False
-
-    def end_with_agent(self) -> None:
-        """Wait for the agent's end; then end this process, soon at the latest."""
-        os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer has a lock at the end of the process
-        self._has_ended.set()
-        time.sleep(_ENDING_SECONDS)
-        os._exit(_AGENT_DIED)
-
-
-def run(root: str, registration: Registration) -> None:
-    """Make the export that is due, and write down what has become of it."""
-    assert registration.export is not None
-    export = export_of(registration.export.request)
-    os.umask(export.umask)
-    memory = JobMemory(root, registration.job)
-    gate = FlushGate(memory, registration.upload_limit)
-    threading.Thread(target=gate.end_with_agent, daemon=True).start()
-    records = read_exports(memory.directory)
-    record = records.next_due()
-    if record is None:
-        return
-    record = replace(record, state=ExportState.RUNNING)
-    write_exports(memory.directory, records.updated(record))
     chosen = settings(
         registration.url,
         memory_root=root,
         job=registration.job,
         storage_options=registration.storage_options,
     )
-    begun = time.monotonic()
-    try:
-        _refuse_rejected(memory, chosen, record)
-        storage = _target(chosen, export)
-        target = make_directory(chosen, record, export, storage, gate.wait)
-    except DcpMemError as error:
-        records = _after_error(records, record, error)
-    except AgentDied:
-        sys.exit(_AGENT_DIED)
-    except Exception as error:
-        log.exception("%s can't be exported", record.name)
-        records = records.failed(record, f"{type(error).__name__}: {error}")
-    else:
-        seconds = time.monotonic() - begun
-        log.info("%s is exported to %s (%.1f s)", record.name, target, seconds)
-        made = replace(record, state=ExportState.EXPORTED, target=target, error="")
-        records = records.updated(made)
-    write_exports(memory.directory, records)
+    _refuse_rejected(memory, chosen, record)
+    return make_directory(chosen, record, order, _target(chosen, order), wait)
 
 
-def _after_error(records: ExportRecords, record: ExportRecord, error: DcpMemError) -> ExportRecords:
-    """Return the records; another try is of no use where the checkpoint was rejected, or is gone:
-    neither in memory nor on storage, as far as both answer.
-    """
-    is_gone = isinstance(error, CheckpointNotFound) and not error.reasons
-    if not is_gone and not isinstance(error, Rejected):
-        return records.failed(record, str(error))
-    log.warning("%s isn't exported: %s", record.name, error)
-    return records.updated(replace(record, state=ExportState.SKIPPED, error=str(error)))
+def _is_flushing(memory: JobMemory) -> bool:
+    for one in memory.checkpoints():
+        with contextlib.suppress(FileNotFoundError):
+            if one.pending and is_leased(one.flushing_path):
+                return True
+    return False
 
 
 def _refuse_rejected(memory: JobMemory, chosen: Settings, record: ExportRecord) -> None:
@@ -151,17 +100,47 @@ def _target(chosen: Settings, export: HuggingFaceExport) -> Storage:
     return open_storage(export.to, options, RETRIES_OF_A_FLUSH)
 
 
+def _end_with_agent(agent: int) -> threading.Event:
+    """Return what is set once the agent ends; this process then ends soon."""
+    has_ended = threading.Event()
+
+    def end(*_: object) -> None:
+        has_ended.set()
+        signal.alarm(_ENDING_SECONDS)  # where it is busy with something else
+
+    signal.signal(signal.SIGHUP, end)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+    if os.getppid() != agent:
+        sys.exit("the agent has ended")
+    return has_ended
+
+
 def main() -> None:
-    """Read the job, and make its next export."""
+    """Read the job, make the export, and answer."""
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what the user's function prints goes to the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the agent: only SIGKILL ends it
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     logging.basicConfig(format="%(asctime)s %(levelname)s export: %(message)s")
     log.setLevel(logging.INFO)
-    with open(int(sys.argv[1]), "rb") as stream:
-        root, registration = pickle.load(stream)  # of the agent, a process of this user
-    run(root, registration)
+    has_ended, begun = _end_with_agent(int(sys.argv[1])), time.monotonic()
+    root, registration, record = pickle.load(sys.stdin.buffer)  # of the agent, of this user
+    code = 1
+    try:
+        text, code = export(root, registration, record, has_ended), 0
+        log.info("%s is exported to %s (%.1f s)", record.name, text, time.monotonic() - begun)
+    except DcpMemError as error:
+        # Neither in memory nor on storage, as far as both answer: another try is of no use.
+        is_gone = isinstance(error, CheckpointNotFound) and not error.reasons
+        code = SKIPPED if is_gone or isinstance(error, Rejected) else 1
+        text = str(error)
+    except Exception as error:
+        log.exception("%s can't be exported", record.name)
+        text = f"{type(error).__name__}: {error}"
+    os.write(answer, text.encode())
+    sys.exit(code)
 
 
 if __name__ == "__main__":

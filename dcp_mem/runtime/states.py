@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -33,7 +34,6 @@ from dcp_mem.format.history import HistoryRow
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.exports import ExportRecords, read_exports, unseen
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.locks import is_leased
 from dcp_mem.policy.order import Place, SaveNumber, newest_first
 from dcp_mem.runtime.agent_link import left_without_agent, with_remains
 
@@ -121,13 +121,13 @@ def wait(
     if wanted is State.DURABLE and is_never_durable:
         raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
     memory = JobMemory(settings.memory_root, settings.job)
-    refusals = _Refusals(memory, wake)
+    refusals = _Refusals(wake)
     waiting = _Wait(
         settings=settings,
         what=f"{name or 'the newest checkpoint'} is not {wanted.value} yet",
         is_over=lambda: _has_reached(memory, name, wanted, refusals),
         awaited=lambda: _candidates(memory, name, wanted)[:1],
-        wake=wake,
+        wake=refusals.wake,
         show=show,
         state=wanted,
     )
@@ -174,7 +174,7 @@ def wait_for_all(
     they fail for longer than ranks wait for each other. Raises FlushFailed, WaitTimeout.
     """
     memory = JobMemory(settings.memory_root, settings.job)
-    refusals, patience_ends = _Refusals(memory, wake), time.monotonic() + exchange_timeout()
+    refusals, patience_ends = _Refusals(wake), time.monotonic() + exchange_timeout()
 
     def is_given_up(checkpoint: LocalCheckpoint) -> bool:
         has_failed = checkpoint.flush.outcome == Outcome.FAILED
@@ -194,7 +194,7 @@ def wait_for_all(
         what="not all is flushed",
         is_over=is_over,
         awaited=lambda: [entry for entry in _status(memory) if entry.persist],
-        wake=wake,
+        wake=refusals.wake,
         show=show,
     )
     waiting.run(timeout)
@@ -209,8 +209,7 @@ def wait_for_exports(settings: Settings, wake: Wake) -> None:
 
     def is_over() -> bool:
         records = read_exports(memory.directory)
-        left = unseen(memory, records, of_complete=order.of_complete)
-        return not records.is_under_way and not left
+        return not records.is_under_way and not unseen(memory, records, order)
 
     waiting = _Wait(
         settings=settings,
@@ -261,49 +260,23 @@ class AgentPatience:
 
 
 class _Refusals:
-    """The refusals that a wait counts: of attempts that may know what the user has mended."""
+    """The refusals that a wait counts: of attempts that began once the agent had been woken.
 
-    def __init__(self, memory: JobMemory, wake: Wake) -> None:
-        self._wake = wake
-        self._known = {
-            one.manifest.save_id: _attempts_begun(one)
-            for one in memory.checkpoints()
-            if one.flush.outcome == Outcome.REFUSED or _is_tried_again(one)
-        }
-        self._unsure = set(self._known)
+    Only these know what the user has mended.
+    """
+
+    def __init__(self, wake: Wake) -> None:
+        self._wake, self._since = wake, math.inf
+
+    def wake(self, tries_again: bool) -> str:
+        why_not = self._wake(tries_again)
+        if not why_not:
+            self._since = min(self._since, time.monotonic())
+        return why_not
 
     def counts(self, checkpoint: LocalCheckpoint) -> bool:
-        """Return whether storage has refused a checkpoint in an attempt that counts.
-
-        What had been refused before the wait may have been tried again just before the agent was
-        woken. So that is tried once more.
-        """
-        save_id = checkpoint.manifest.save_id
-        is_new = checkpoint.flush.attempts > self._known.get(save_id, 0)
-        if checkpoint.flush.outcome != Outcome.REFUSED or not is_new:
-            return False
-        if save_id not in self._unsure:
-            return True
-        self._unsure.remove(save_id)
-        self._known[save_id] = _attempts_begun(checkpoint)
-        self._wake(True)
-        return False
-
-
-def _attempts_begun(checkpoint: LocalCheckpoint) -> int:
-    return checkpoint.flush.attempts + _is_tried_again(checkpoint)
-
-
-def _is_tried_again(checkpoint: LocalCheckpoint) -> bool:
-    """Tell whether an attempt is under way that isn't the first."""
-    return checkpoint.flush.attempts > 0 and _is_under_way(checkpoint)
-
-
-def _is_under_way(checkpoint: LocalCheckpoint) -> bool:
-    try:
-        return is_leased(checkpoint.flushing_path)
-    except FileNotFoundError:
-        return False
+        flush = checkpoint.flush
+        return flush.outcome == Outcome.REFUSED and flush.begun >= self._since
 
 
 def _has_reached(memory: JobMemory, name: str | None, wanted: State, refusals: _Refusals) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from time import time
 from typing import Any
@@ -15,7 +13,7 @@ from azure.core import MatchConditions
 from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix, BlobProperties
 
-from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused, StorageUnavailable
+from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused
 from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import (
     Copies,
@@ -40,8 +38,6 @@ _CHANGED = ("ConditionNotMet", "BlobNotFound", "PathNotFound", "TargetConditionN
 _MOST_COPIED = 256 << 20
 """The longest blob that Azure copies while the client waits."""
 _CANT_COPY = {400, 401, 403, 404, 409, 412, 416, 501}
-_COPIES_BLOCKS = "DCP_MEM_AZURE_COPY_BLOCKS"
-"""Variable that allows `Put Block From URL`, which no emulator knows, so no test has shown it."""
 _MISSING: dict[str, Any] = {"match_condition": MatchConditions.IfMissing}
 _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 
@@ -59,9 +55,6 @@ class AzureStorage:
         with self._translator.errors():
             self._container = service.get_container_client(container)
         self._may_have_directories = True
-        self._copies_blocks = threading.Event()
-        if os.environ.get(_COPIES_BLOCKS, "").lower() in ("1", "true", "yes"):
-            self._copies_blocks.set()
 
     def upload(self, key: str, nbytes: int, source: Source | None = None) -> AzureUpload:
         blob, stored = self._blob(key), set[str]()
@@ -69,21 +62,11 @@ class AzureStorage:
             with suppress(StorageKeyMissing), self._translator.errors(key):
                 blocks = itertools.chain(*blob.get_block_list("all"))
                 stored = {block.id for block in blocks if _is_as_long(block)}
-        copies = self._copies_of(nbytes, source)
-        original = None
-        if source is not None and copies is not Copies.NOTHING:
-            original = (self._blob(source.key), source.etag)
-        upload = AzureUpload(blob, nbytes, stored, self._translator, original, copies)
-        upload.on_wrong_copy = self._copies_blocks.clear
+        upload = AzureUpload(blob, nbytes, stored, self._translator)
+        if source is not None and source.nbytes == nbytes <= _MOST_COPIED:
+            upload.copies = Copies.WHOLE
+            upload.source = self._blob(source.key), source.etag
         return upload
-
-    def _copies_of(self, nbytes: int, source: Source | None) -> Copies:
-        """Return what a blob of so many bytes may copy from a source."""
-        if source is None:
-            return Copies.NOTHING
-        if self._copies_blocks.is_set() and nbytes > part_nbytes(nbytes):
-            return Copies.PARTS
-        return Copies.WHOLE if source.nbytes == nbytes <= _MOST_COPIED else Copies.NOTHING
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         with self._translator.errors():
@@ -266,28 +249,18 @@ class AzureUpload(InParts):
     counts if the id is the same. An object of one part takes the same way: the SDK's public calls
     would copy its bytes.
 
-    `source`: blob that may be copied, and its ETag; None for none. `copies`: what of it may be
-    copied. `on_wrong_copy`: called where Azure has made blocks of another length than it was asked
-    for.
+    `source`: blob that may be copied, and its ETag; None for none.
     """
 
     in_order = False
     verifies_copies = True
+    source: tuple[BlobClient, str] | None = None
 
     def __init__(
-        self,
-        blob: BlobClient,
-        nbytes: int,
-        stored: set[str],
-        translator: Translator,
-        source: tuple[BlobClient, str] | None = None,
-        copies: Copies = Copies.NOTHING,
+        self, blob: BlobClient, nbytes: int, stored: set[str], translator: Translator
     ) -> None:
         super().__init__(nbytes)
         self._blob, self._stored, self._translator = blob, stored, translator
-        self._source, self.copies = source, copies
-        self.on_wrong_copy: Callable[[], None] = _nobody
-        self._copied: set[str] = set()
         self._put: dict[int, str] = {}
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
@@ -301,41 +274,16 @@ class AzureUpload(InParts):
         self._missing.discard(number)
         return is_new
 
-    def copy_part(self, number: int, crc32c: int) -> bool:
-        if self._source is None or self.copies is not Copies.PARTS:
-            return False
-        blob, etag = self._source
-        start, nbytes = self._range(number)
-        block = _block_id(number, crc32c, nbytes)
-        if block not in self._stored:
-            with self._translator.errors():
-                try:
-                    self._blob.stage_block_from_url(
-                        block,
-                        source_offset=start,
-                        source_length=nbytes,
-                        headers={"x-ms-source-if-match": etag},
-                        **signed_for_copying(blob),
-                    )
-                except HttpResponseError as error:
-                    if status_of(error) in _CANT_COPY:
-                        return False
-                    raise
-            self._copied.add(block)
-        self._put[number] = block
-        self._missing.discard(number)
-        return True
-
     def copy_whole(self) -> bool:
-        if self._source is None:
+        if self.source is None:
             return False
         with self._translator.errors():
             try:
                 answer = self._blob.start_copy_from_url(
                     requires_sync=True,
-                    source_etag=self._source[1],
+                    source_etag=self.source[1],
                     source_match_condition=MatchConditions.IfNotModified,
-                    **signed_for_copying(self._source[0]),
+                    **signed_for_copying(self.source[0]),
                 )
                 facts = self._blob.get_blob_properties()
             except HttpResponseError as error:
@@ -348,19 +296,7 @@ class AzureUpload(InParts):
     def finish(self) -> None:
         self._check_that_all_were_put()
         with self._translator.errors():
-            self._check_copies()
             self.commit()
-
-    def _check_copies(self) -> None:
-        """Raise StorageUnavailable where copied blocks aren't as long as they should be."""
-        if not self._copied:
-            return
-        blocks = itertools.chain(*self._blob.get_block_list("all"))
-        wrong = self._copied - {block.id for block in blocks if _is_as_long(block)}
-        if wrong:
-            self.on_wrong_copy()
-            why = f"{len(wrong)} blocks were copied to other lengths; they are sent next time"
-            raise StorageUnavailable(self._blob.url.partition("?")[0], why)
 
     def commit(self, **conditions: Any) -> None:
         """Make the blob of the blocks. Raises HttpResponseError."""
@@ -381,10 +317,6 @@ def _block_id(number: int, crc32c: int, nbytes: int) -> str:
 
 def _is_as_long(block: BlobBlock) -> bool:
     return str(block.id).endswith(f"-{block.size:010x}")
-
-
-def _nobody() -> None:
-    return
 
 
 def _is_marker(blob: BlobProperties) -> bool:

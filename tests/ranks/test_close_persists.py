@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from dcp_mem import CheckpointManager, FlushFailed, MemoryStorageWriter, every_n_saves
+from dcp_mem import (
+    CheckpointManager,
+    FlushFailed,
+    MemoryStorageWriter,
+    RankFailed,
+    every_n_saves,
+)
 from dcp_mem.common.values import Outcome
 from dcp_mem.format.manifest import FlushRecord
+from dcp_mem.manager import removal
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import open_leased
 from dcp_mem.options import settings
 from dcp_mem.runtime import states
 from tests.support.checkpoints.jobs import agents, committed_in, wait_until
@@ -113,3 +124,26 @@ def test_a_newest_checkpoint_whose_other_part_never_comes_is_given_up(
     with pytest.raises(FlushFailed, match="the part of another node"):
         states.wait_for_all(chosen, lambda now: "", promoted=promoted)
     manager.close()
+
+
+def _delete_what_one_node_reads(root: str, url: str) -> tuple[list[str], list[str]]:
+    """Delete the newest checkpoint while rank 1 reads it; close, and say what became of it."""
+    manager = _manager(f"{root}/{dist.get_rank()}", url)
+    _saved(manager, 2)
+    manager.wait(0)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as reading:
+        patch.setattr(removal, "_BUSY_SECONDS", 0.2)
+        if dist.get_rank() == 1:
+            (newest,) = JobMemory(f"{root}/1", "job").find("step-1")
+            reading.callback(os.close, open_leased(newest.manifest_path))
+        with pytest.raises(RankFailed, match="it is being read or flushed"):
+            manager.delete(1)
+    manager.close()
+    return sorted(committed_in(Path(url))), [one.name for one in manager.status() if one.in_memory]
+
+
+def test_what_could_be_deleted_on_some_nodes_only_is_waited_for_by_nobody(
+    memory_root: Path, url: Path
+) -> None:
+    said = forked_ranks(_delete_what_one_node_reads, 2, str(memory_root), str(url))
+    assert said == [(["step-0"], ["step-0"])] * 2

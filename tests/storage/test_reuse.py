@@ -717,8 +717,8 @@ def _save_while_a_blob_goes(job: Job, versions: tuple[int, ...]) -> list[Checkpo
     copy_whole = AzureUpload.copy_whole
 
     def gone(upload: AzureUpload) -> bool:
-        assert upload._source is not None
-        upload._source[0].delete_blob()
+        assert upload.source is not None
+        upload.source[0].delete_blob()
         return copy_whole(upload)
 
     with pytest.MonkeyPatch.context() as patch:

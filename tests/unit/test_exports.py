@@ -19,7 +19,7 @@ def test_a_failing_export_lets_others_pass_and_is_given_up(monkeypatch: pytest.M
         records = records.looked_at(record, is_chosen=True)
     while (due := records.next_due()) is not None:
         tried.append(due.name)
-        records = records.failed(due, "no")
+        records = records.updated(due.failed("no"))
     assert tried == ["step-2", "step-1"] * 8
     assert {one.state for one in records.records} == {ExportState.GIVEN_UP}
 
@@ -29,7 +29,7 @@ def test_a_damaged_file_is_as_good_as_none_and_one_stays_short(tmp_path: Path, s
     records = ExportRecords()
     for count in range(1000):
         record = ExportRecord(name="n", save_id=str(count))
-        records = records.looked_at(record, is_chosen=True).failed(record, "x" * 10_000)
+        records = records.looked_at(record, is_chosen=True).updated(record.failed("x" * 10_000))
     write_exports(str(tmp_path), records)
     assert read_exports(str(tmp_path)) == records
     (file,) = tmp_path.glob(".exports.json")

@@ -133,8 +133,6 @@ class HierarchicalAccount:
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        self.copied_nbytes = 0  # in blocks
-        self.copies_fewer = 0  # bytes of each block
         self.directories: set[str] = set()
         self._staged: dict[str, dict[str, bytes]] = {}
         self._committed: dict[str, dict[str, bytes]] = {}
@@ -153,8 +151,6 @@ class HierarchicalAccount:
             return getattr(self, f"_{asked.method.lower()}")(path, asked)  # type: ignore[no-any-return]
 
     def _put(self, path: str, asked: Asked) -> Answer:
-        if asked.query.get("comp") == "block" and "x-ms-copy-source" in asked.headers:
-            return self._copy_block(path, asked)
         if asked.query.get("comp") == "block":
             self._staged.setdefault(path, {})[asked.query["blockid"]] = asked.body
             return Answer(201)
@@ -198,20 +194,6 @@ class HierarchicalAccount:
         if asked.headers.get("x-ms-source-if-match", self._tags[source]) != self._tags[source]:
             return refusal(412, "SourceConditionNotMet")
         return source
-
-    def _copy_block(self, path: str, asked: Asked) -> Answer:
-        """Put Block From URL, by Azure's documentation."""
-        source = self._source_of(asked)
-        if isinstance(source, Answer):
-            return source
-        first, last = map(int, asked.headers["x-ms-source-range"].removeprefix("bytes=").split("-"))
-        piece = self.files[source][first : last + 1]
-        if len(piece) != last + 1 - first:
-            return refusal(416, "InvalidRange")
-        self.copied_nbytes += len(piece)
-        block = piece[: len(piece) - self.copies_fewer]
-        self._staged.setdefault(path, {})[asked.query["blockid"]] = block
-        return Answer(201)
 
     def _copy(self, path: str, asked: Asked) -> Answer:
         source = self._source_of(asked)
