@@ -113,8 +113,8 @@ class Catalog:
     ranks: Ints
     layout_of: Ints  # of each writer: index in `layouts` of its segment's layout
     layouts: Sequence[Layout]
-    # planner data of a custom planner, pickled with protocol 3 or later; b"" where `paths` holds
-    # all of it, or there is none
+    # planner data of a custom planner, pickled with protocol 3, the last without frames: one such
+    # pickle can be part of another; b"" where `paths` holds all of it, or there is none
     planner_pickle: bytes = b""
 
     def entry_names(self) -> list[str]:

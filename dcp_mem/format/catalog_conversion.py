@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -35,13 +34,12 @@ from dcp_mem.format.catalog import (
 )
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.locations import refuse_missing_tails
-from dcp_mem.format.metadata import StorageInfo, read_metadata, with_storage
+from dcp_mem.format.metadata import StorageInfo, read_part, with_storage
 from dcp_mem.format.metadata_by_entry import (
     CatalogRows,
     EntryChunks,
     EntryStorageData,
 )
-from dcp_mem.format.metadata_template import template_of
 from dcp_mem.format.torch_names import dtype_named, layout_named, memory_format_named, properties
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -145,9 +143,7 @@ def _known(catalog: Catalog, chunks: Sequence[Sequence[ChunkStorageMetadata]]) -
 
 def _planner_data(catalog: Catalog) -> Any:
     if catalog.planner_pickle:
-        # Wrapped into otherwise empty metadata: only that can be unpickled without trust.
-        alone = replace(catalog_of(Metadata({}), []), planner_pickle=catalog.planner_pickle)
-        return read_metadata(template_of(alone).render("0" * 8, {})).planner_data
+        return read_part(catalog.planner_pickle)
     if catalog.paths is None:
         return None
     return {

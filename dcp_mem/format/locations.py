@@ -5,6 +5,7 @@ Items of the layout lie in the same place in all saves; items of the tail differ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,53 +55,26 @@ class LayoutItems:
         numbers: Ints = number - np.diff(self._starts)[layout]
         return numbers
 
-
-@value_class(eq=False)
-class ItemLocations:
-    """The rows that have been written."""
-
-    rows: Ints
-    offsets: Ints  # where each of these lies in its segment, in bytes
-    lengths: Ints
-    tail: TailLocations
-
-
-@value_class(eq=False)
-class TailLocations:
-    """Rows whose items lie in a tail."""
-
-    rows: Ints
-    ranks: Ints
-    numbers: Ints  # the index of each in that rank's tail
-
-    def extents(self, tails: Tails) -> Ints:
-        """Return offset and length of each, as int64[rows, 2].
+    def extents(self, writer: Ints, number: Ints, tails: Tails) -> Ints:
+        """Return offset and length of each item in its writer's segment: int64[2, items].
 
         Raises ManifestInvalid.
         """
-        ranks, of_rank = np.unique(self.ranks, return_inverse=True)
-        found = [np.array(tails.get(rank, ()), np.int64).reshape(-1, 2) for rank in ranks.tolist()]
-        counts = np.fromiter(map(len, found), np.int64, len(found))
-        if (self.numbers >= counts[of_rank]).any():
-            raise ManifestInvalid(_LACKING)
-        starts = np.cumsum(counts) - counts
-        extents: Ints = np.concatenate([np.zeros((0, 2), np.int64), *found])[
-            starts[of_rank] + self.numbers
-        ]
-        return extents
-
-
-def locations_of(catalog: Catalog) -> ItemLocations:
-    """Return where each written row lies, as far as that is the same in all saves."""
-    items, written = LayoutItems(catalog), np.flatnonzero(catalog.writer >= 0)
-    writer, number = catalog.writer[written], catalog.number[written]
-    found = items.find(writer, number)
-    is_tail = found < 0
-    offsets, lengths, _, _ = items.columns[:, found[~is_tail]]
-    beyond = items.beyond(writer, number)[is_tail]
-    tail = TailLocations(written[is_tail], catalog.ranks[writer[is_tail]], beyond)
-    rows = written[~is_tail]
-    return ItemLocations(rows, offsets, lengths, tail)
+        found = self.columns[:2, self.find(writer, number)]
+        beyond = self.beyond(writer, number)
+        in_tail = np.flatnonzero(beyond >= 0)
+        ranks = self.catalog.ranks[writer[in_tail]]
+        if len(in_tail):
+            try:
+                found[:, in_tail] = np.transpose(
+                    [
+                        tails[rank][at]
+                        for rank, at in zip(ranks.tolist(), beyond[in_tail].tolist(), strict=True)
+                    ]
+                )
+            except LookupError:
+                raise ManifestInvalid(_LACKING) from None
+        return found
 
 
 def refuse_missing_tails(catalog: Catalog, tails: Tails) -> None:
@@ -116,8 +90,7 @@ def refuse_missing_tails(catalog: Catalog, tails: Tails) -> None:
 class DistinctShapes:
     """The distinct shapes, by number of dimensions and then in ascending order."""
 
-    dimensions: Ints
-    values: Ints  # of each shape: int64[shapes, width], padded with 0
+    values: Sequence[tuple[int, ...]]
     size: Ints  # of each entry of the catalog: index of its size among the shapes
     offset: Ints
     extent: Ints
@@ -137,9 +110,9 @@ def distinct_shapes(catalog: Catalog) -> DistinctShapes:
     specimens, number = distinct_rows(np.column_stack([dimensions, values]))
     entries, rows = len(catalog.size), len(catalog.offset)
     size, offset, extent = np.split(number, [entries, entries + rows])
+    columns = zip(dimensions[specimens].tolist(), values[specimens].tolist(), strict=True)
     return DistinctShapes(
-        dimensions=dimensions[specimens],
-        values=values[specimens],
+        values=[tuple(shape[:count]) for count, shape in columns],
         size=size,
         offset=offset,
         extent=extent,

@@ -120,10 +120,21 @@ def read_metadata(data: bytes) -> Metadata:
 
     Raises UntrustedMetadata, SizeRefused.
     """
+    metadata = read_part(data)
+    if not isinstance(metadata, Metadata):
+        raise UntrustedMetadata(f"a {type(metadata).__name__} in place of DCP metadata")
+    return metadata
+
+
+def read_part(data: bytes) -> Any:
+    """Unpickle something that a `.metadata` may hold.
+
+    Raises UntrustedMetadata, SizeRefused.
+    """
     refuse_greedy_pickle(data, "a .metadata")
     before = [(thing, dict(vars(thing))) for thing in _mutable()]
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        found = _MetadataUnpickler(io.BytesIO(data)).load()
     except UntrustedMetadata:
         raise
     except Exception as error:
@@ -134,9 +145,7 @@ def read_metadata(data: bytes) -> Metadata:
         changed = [thing for thing, attributes in before if _restore(thing, attributes)]
     if changed:
         raise UntrustedMetadata(f"a change of {changed[0]!r} itself")
-    if not isinstance(metadata, Metadata):
-        raise UntrustedMetadata(f"a {type(metadata).__name__} in place of DCP metadata")
-    return metadata
+    return found
 
 
 def refuse_contradictions(metadata: Metadata) -> None:

@@ -55,8 +55,7 @@ class CatalogRows:
     ) -> tuple[list[list[ChunkStorageMetadata]], dict[MetadataIndex, StorageInfo]]:
         """Return the chunks of each entry, and where each written row lies."""
         catalog, shapes = self.catalog, distinct_shapes(self.catalog)
-        columns = zip(shapes.dimensions.tolist(), shapes.values.tolist(), strict=True)
-        distinct = [torch.Size(values[:dimensions]) for dimensions, values in columns]
+        distinct = list(map(torch.Size, shapes.values))
         offsets, extents = (
             list(map(distinct.__getitem__, column.tolist()))
             for column in (shapes.offset, shapes.extent)
@@ -72,12 +71,9 @@ class CatalogRows:
         """Return where those of some rows lie that have been written."""
         row = np.flatnonzero(writer >= 0)
         writer, number = writer[row], number[row]
-        found, in_tail = self._items.find(writer, number), self._items.beyond(writer, number)
-        extents = self._items.columns[:2, found]
-        for at in np.flatnonzero(found < 0).tolist():
-            extents[:, at] = self._tails[int(self.catalog.ranks[writer[at]])][in_tail[at]]
+        extents = self._items.extents(writer, number, self._tails)
         # As in `.metadata`: of items with the same index, the last one counts.
-        order = np.argsort(found < 0, kind="stable")
+        order = np.argsort(self._items.beyond(writer, number) >= 0, kind="stable")
         columns = (column[order].tolist() for column in (row, entry[row], writer, *extents))
         names, has_offset, files = self.names, self.has_offset, self._files
         return {

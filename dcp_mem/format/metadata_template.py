@@ -1,18 +1,22 @@
 """DCP's `.metadata` of a catalog: a pickle, written without making the objects that it describes.
 
-Everything that occurs more than once (classes, keys, names, shapes, file names) is written once, at
-the beginning, and referred to by number. What remains of a chunk, or of its storage data, is a
-record of fixed length, so all of them are written at once, as a matrix of bytes. Save ids, and
+Python's pickler writes what occurs more than once (keys, names, shapes, file names, properties), at
+the beginning. What remains of a chunk, or of where an item lies, is a record of fixed length that
+refers to these by number, so all records are written at once, as a matrix of bytes. Save ids, and
 where the items of tails lie, are filled in save by save.
+
+The agent writes `.metadata`, too, and has no torch: stand-ins are pickled under torch's names.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
-import pickletools
+import re
 import struct
-from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from collections.abc import Mapping, Sequence
+from copyreg import __newobj__ as new_object  # type: ignore[attr-defined]
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,181 +25,125 @@ import numpy.typing as npt
 from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.catalog import BYTES, MEMORY_FORMATS, Catalog, Ints, Properties, Tails
-from dcp_mem.format.locations import DistinctShapes, TailLocations, distinct_shapes, locations_of
+from dcp_mem.format.locations import LayoutItems, distinct_shapes
 from dcp_mem.format.names import DCP_VERSION, segment_file
 
 Matrix = npt.NDArray[np.uint8]
-Column = npt.NDArray[Any]
-"""One little-endian number for each record."""
-LONG8 = pickle.LONG1 + b"\x08"
-"""An integer of eight bytes, whatever its value."""
-NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ
+"""Bytes of each of some records."""
+_PROTOCOL = pickle.PROTO + b"\x03"
+"""The last one without frames, so that one pickle can be part of another."""
+_NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ
 """Make an object of the class on the stack, without calling its `__init__`."""
-STATE, BUILD = pickle.EMPTY_DICT + pickle.MARK, pickle.SETITEMS + pickle.BUILD
+_STATE, _BUILD = pickle.EMPTY_DICT + pickle.MARK, pickle.SETITEMS + pickle.BUILD
 """Stand around the attributes of an object that has just been made."""
-_LARGEST_BININT = (1 << 31) - 1
-_LARGEST_LONG1 = 255
-_LARGEST_BINGET = 255
-
-
-class Memo:
-    """Values that a pickle writes once, at its beginning, and then refers to by number.
-
-    `data`: the opcodes so far; they leave nothing on the unpickler's stack.
-    """
-
-    def __init__(self, first: int) -> None:
-        self.data = bytearray()
-        self._next = first
-        self._shared: dict[bytes, bytes] = {}
-
-    def share(self, code: bytes) -> bytes:
-        """Return the opcodes that refer to the value that `code` writes; write it if it is new."""
-        if code not in self._shared:
-            number = self.keep(code)
-            is_short = number <= _LARGEST_BINGET
-            self._shared[code] = (
-                pickle.BINGET + bytes([number])
-                if is_short
-                else pickle.LONG_BINGET + struct.pack("<I", number)
-            )
-        return self._shared[code]
-
-    def keep(self, code: bytes) -> int:
-        """Write a value and return its number."""
-        return int(self.keep_all([code])[0])
-
-    def keep_all(self, codes: Sequence[bytes]) -> Ints:
-        """Write values and return their numbers."""
-        numbers = np.arange(self._next, self._next + len(codes))
-        self._next += len(codes)
-        puts = slices(records(len(codes), pickle.LONG_BINPUT, short(numbers), pickle.POP))
-        self.data += b"".join(chain.from_iterable(zip(codes, puts, strict=True)))
-        return numbers
-
-
-def refer(numbers: Ints) -> list[bytes]:
-    """Return the opcodes that refer to each of these numbers of the memo."""
-    return slices(records(len(numbers), pickle.LONG_BINGET, short(numbers)))
-
-
-def global_name(module: str, name: str) -> bytes:
-    """Return the opcodes of a class or function."""
-    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
-
-
-def string(text: str) -> bytes:
-    """Return the opcodes of a text."""
-    return strings([text])[0]
-
-
-def strings(texts: Iterable[str]) -> list[bytes]:
-    """Return the opcodes of each text."""
-    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-    heads = slices(records(len(encoded), pickle.BINUNICODE, short(lengths)))
-    return [head + text for head, text in zip(heads, encoded, strict=True)]
-
-
-def integer(value: int) -> bytes:
-    """Return the opcodes of any integer, in as many bytes as it takes."""
-    if -_LARGEST_BININT <= value <= _LARGEST_BININT:
-        return pickle.BININT + struct.pack("<i", value)
-    length = value.bit_length() // 8 + 1
-    head = (
-        pickle.LONG1 + bytes([length])
-        if length <= _LARGEST_LONG1
-        else pickle.LONG4 + struct.pack("<i", length)
-    )
-    return head + value.to_bytes(length, "little", signed=True)
-
-
-def integers(column: Ints) -> tuple[bytes, Column]:
-    """Return the opcode and the operands of these integers, all with the same number of bytes."""
-    if int(column.max(initial=0)) > _LARGEST_BININT:
-        return LONG8, column.astype("<i8")
-    return pickle.BININT, column.astype("<i4")
-
-
-def short(column: Ints) -> Column:
-    """Return the integers in four bytes each, as lengths and numbers of the memo have.
-
-    `column`: integers of at least 0, below 2**32.
-    """
-    return column.astype("<u4")
-
-
-def records(rows: int, *pieces: bytes | Column) -> Matrix:
-    """Return records as uint8[rows, bytes].
-
-    `pieces`: bytes that all records have, and columns with a number for each.
-    """
-    matrix = np.empty((rows, width(pieces)), np.uint8)
-    start = 0
-    for piece in pieces:
-        stop = start + width([piece])
-        matrix[:, start:stop] = (
-            np.frombuffer(piece, np.uint8)
-            if isinstance(piece, bytes)
-            else piece.view(np.uint8).reshape(rows, piece.itemsize)
-        )
-        start = stop
-    return matrix
-
-
-def width(pieces: Sequence[bytes | Column]) -> int:
-    """Return the bytes that these pieces of a record take."""
-    return sum(len(piece) if isinstance(piece, bytes) else piece.dtype.itemsize for piece in pieces)
-
-
-def slices(matrix: Matrix) -> list[bytes]:
-    """Return each record on its own.
-
-    `matrix`: uint8[records, bytes], as `records` returns it.
-    """
-    data, step = matrix.tobytes(), matrix.shape[1]
-    return [data[start : start + step] for start in range(0, len(data), step)]
-
-
+_LONG8 = pickle.LONG1 + b"\x08"
+"""An integer of eight bytes, whatever its value."""
 _ID_LENGTH = 8
 _PLACEHOLDER = "0" * _ID_LENGTH
-_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _META, _MEMORY_FORMAT = (
-    global_name("torch.distributed.checkpoint.metadata", name)
+_OFFSET, _LENGTH = -5, -2
+"""Index of offset and length among the pieces of a record of storage data."""
+_ID_OF_FILE = re.compile(rb"(?<=-)%b(?=\.distcp)" % _PLACEHOLDER.encode())
+
+# -- torch's names --------------------------------------------------------------------------------
+
+
+class _Call:
+    """Stands for what torch has under a name. An instance is pickled as a call of that."""
+
+    def __init__(self, argument: Any) -> None:
+        self.argument = argument
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.argument,)
+
+
+class _Instance(_Call):
+    """Stands for a class. An instance is pickled as one of that, with this state."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return new_object, (type(self),), self.argument
+
+
+def _named(name: str, kind: type[_Call] = _Call) -> Any:
+    module, _, name = name.rpartition(".")
+    return type(name, (kind,), {"__module__": module})
+
+
+_DCP = "torch.distributed.checkpoint."
+_METADATA, _TENSOR, _BYTES, _CHUNK, _INDEX, _META, _MEMORY_FORMAT = (
+    _named(f"{_DCP}metadata.{name}")
     for name in (
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     )
 )
-_STORAGE = global_name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_SIZE, _LAYOUT = global_name("torch", "Size"), global_name("torch.serialization", "_get_layout")
-_IN_RECORDS = (
-    *(_TENSOR, _BYTES, _CHUNK, _INDEX, _STORAGE, _SIZE),
-    *map(
-        string,
-        (
-            "properties",
-            "size",
-            "chunks",
-            "offsets",
-            "sizes",
-            "fqn",
-            "index",
-            "offset",
-            "relative_path",
-            "length",
-        ),
-    ),
+_PROPERTIES = _named(f"{_DCP}metadata.TensorProperties", _Instance)
+_STORAGE = _named(f"{_DCP}filesystem._StorageInfo")
+_SIZE, _LAYOUT = _named("torch.Size"), _named("torch.serialization._get_layout")
+_STAND_INS = (
+    *(_METADATA, _TENSOR, _BYTES, _CHUNK, _INDEX, _META, _MEMORY_FORMAT),
+    *(_PROPERTIES, _STORAGE, _SIZE, _LAYOUT),
 )
-_FIRST_OF_PYTHON_3 = 3
-"""The first pickle protocol that names modules as Python 3 does."""
-_OFFSET, _LENGTH = -4, -2
-"""Index of offset and length among the pieces of a record of storage data."""
+_KEYS = (
+    *("state_dict_metadata", "storage_data", "storage_meta", "version", "planner_data"),
+    *("properties", "size", "chunks", "offsets", "sizes"),
+    *("fqn", "index", "offset", "relative_path", "length"),
+    *("save_id", "load_id", "modules", "checkpoint_id"),
+)
+
+
+class _Shared:
+    """The beginning of a pickle: values that are written once, and then referred to by number.
+
+    They leave nothing on the unpickler's stack. `of`: the opcodes that refer to torch's names, to
+    keys, and to None, which a pickler doesn't number.
+    """
+
+    def __init__(self, dtypes: Sequence[Any]) -> None:
+        named = (*_STAND_INS, *dtypes)
+        codes = [pickle.GLOBAL + f"{one.__module__}\n{one.__name__}\n".encode() for one in named]
+        stand_ins = dict(zip((None, *named), (pickle.NONE, *codes), strict=True))
+        self._stream = io.BytesIO()
+        self._stream.write(_PROTOCOL)
+        for number, code in enumerate(stand_ins.values()):
+            put = pickle.LONG_BINPUT + struct.pack("<I", number) + pickle.POP
+            self._stream.write(code + put)
+        self._pickler = pickle.Pickler(self._stream, 3)
+        self._pickler.memo = {id(one): (at, one) for at, one in enumerate(stand_ins)}
+        numbers = [*range(len(stand_ins)), *self.keep(_KEYS).tolist()]
+        self.of = dict(zip((*stand_ins, *_KEYS), map(_reference, numbers), strict=True))
+
+    def keep(self, values: Sequence[Any]) -> Ints:
+        """Write values, none of which is a number, and return their numbers."""
+        self._pickler.dump(list(values))
+        self._stream.seek(-1, io.SEEK_END)  # in place of the end: take the list away again
+        self._stream.write(pickle.POP)
+        known = self._pickler.memo.copy()
+        return np.fromiter((known[id(one)][0] for one in values), np.int64, len(values))
+
+    def keep_files(self, ranks: Sequence[int]) -> tuple[Ints, list[int]]:
+        """Write the names of all ranks' segments; return them and where their save ids begin."""
+        start = self._stream.tell()
+        numbers = self.keep([segment_file(rank, _PLACEHOLDER) for rank in ranks])
+        return numbers, [one.start() for one in _ID_OF_FILE.finditer(self.data(), start)]
+
+    def data(self) -> bytearray:
+        """Return all that has been written."""
+        return bytearray(self._stream.getbuffer())
+
+
+def _reference(number: int) -> bytes:
+    if number <= 0xFF:
+        return pickle.BINGET + bytes([number])
+    return pickle.LONG_BINGET + struct.pack("<I", number)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return pickle.BINUNICODE + struct.pack("<I", len(data)) + data
+
+
+# -- the template ---------------------------------------------------------------------------------
 
 
 @value_class(eq=False, kw_only=True)
@@ -204,17 +152,12 @@ class MetadataTemplate:
 
     data: bytes
     ids: Ints
-    offsets: Ints  # where the offset of each tail item begins, a number of eight bytes
-    lengths: Ints  # where the length of each tail item begins, a number of eight bytes
+    extents: Ints  # where offset and length of each tail item begin, of eight bytes: [2, items]
     checkpoint_id: int  # where the checkpoint's name goes, behind all other gaps
-    tail: TailLocations
+    items: LayoutItems
+    tail: tuple[Ints, Ints]  # of each tail item: its writer, and its number
 
-    def render(
-        self,
-        save_id: str,
-        tails: Tails,
-        checkpoint_id: str | None = None,
-    ) -> bytes:
+    def render(self, save_id: str, tails: Tails, checkpoint_id: str | None = None) -> bytes:
         """Return the bytes of `.metadata` for one save.
 
         Raises ManifestInvalid, ValueError.
@@ -226,259 +169,162 @@ class MetadataTemplate:
             )
         data = np.frombuffer(bytearray(self.data), np.uint8)
         data[self.ids[:, None] + np.arange(_ID_LENGTH)] = np.frombuffer(written, np.uint8)
-        extents = self.tail.extents(tails).astype("<i8").view(np.uint8).reshape(-1, 2, 8)
-        data[self.offsets[:, None] + np.arange(8)] = extents[:, 0]
-        data[self.lengths[:, None] + np.arange(8)] = extents[:, 1]
+        extents = self.items.extents(*self.tail, tails)
+        data[self.extents[..., None] + np.arange(8)] = _eight_bytes(extents)
         filled = data.tobytes()
-        name = pickle.NONE if checkpoint_id is None else string(checkpoint_id)
+        name = pickle.NONE if checkpoint_id is None else _string(checkpoint_id)
         return filled[: self.checkpoint_id] + name + filled[self.checkpoint_id :]
-
-
-@value_class(eq=False, kw_only=True)
-class _Numbers:
-    """Numbers in the memo: of each name, file, entry's size, row's offset and row's extent."""
-
-    names: Ints
-    files: Ints
-    size: Ints
-    offset: Ints
-    extent: Ints
 
 
 def template_of(catalog: Catalog) -> MetadataTemplate:
     """Return the pickle of a catalog's metadata.
 
-    1. Write into the memo what occurs more than once.
-    2. Make the records of storage data: of items in layouts, and with gaps of items in tails.
+    1. Write what occurs more than once.
+    2. Write the entries with their chunks, and where each item lies: in a layout, or in a gap.
     3. Put the pickle together, noting where the gaps lie.
 
     Raises ManifestInvalid.
     """
-    planner_pickle, used = _planner_pickle(catalog.planner_pickle)
-    memo = Memo(used)
-    planner_data = memo.share(planner_pickle)  # first: its own numbers begin at 0
-    for code in _IN_RECORDS:
-        memo.share(code)  # next: references to the lowest numbers are shortest
-    places = locations_of(catalog)
-    files, ids = _keep_files(memo, catalog.ranks.tolist())
-    numbers = _keep(memo, catalog, files)
-    known = _known(memo, catalog, numbers)
-    if catalog.paths is not None:
-        planner_data = _paths(memo, catalog, numbers)
-    fixed = _stored(
-        memo, catalog, numbers, places.rows, integers(places.offsets), integers(places.lengths)
-    )
-    unknown = (LONG8, np.zeros(len(places.tail.rows), "<i8"))
-    tail = _stored(memo, catalog, numbers, places.tail.rows, unknown, unknown)
-    head, storage_meta = memo.share(_METADATA) + NEW + STATE, _storage_meta(memo)
+    dtypes = {one.dtype: _named(one.dtype) for one in catalog.table}
+    shared, shapes = _Shared(list(dtypes.values())), distinct_shapes(catalog)
+    files, ids = shared.keep_files(catalog.ranks.tolist())
+    names, sizes = shared.keep(catalog.names), shared.keep(list(map(_SIZE, shapes.values)))
+    table = shared.keep([_properties(one, dtypes[one.dtype]) for one in catalog.table])
+    planner_data = _planner_data(catalog, shared)
+    name, of, of_row = names[catalog.name], shared.of, catalog.entry_of_row()
+    offset = np.where(catalog.has_offset()[of_row], sizes[shapes.offset], 0)  # 0: of None
+    known = _known(catalog, of, name, table, sizes[shapes.size], offset, sizes[shapes.extent])
 
-    data = bytearray(pickle.PROTO + b"\x04")
-    ids = [len(data) + position for position in ids]
-    data += memo.data  # nothing is added to it any more
-    data += head + string("state_dict_metadata") + known + string("planner_data") + planner_data
-    data += string("storage_data") + STATE + records(len(places.rows), *fixed).tobytes()
-    starts = len(data) + np.arange(len(places.tail.rows)) * width(tail)
-    data += records(len(places.tail.rows), *tail).tobytes() + pickle.SETITEMS
-    data += string("storage_meta")
-    ids.append(len(data) + storage_meta.rindex(_PLACEHOLDER.encode()))
-    data += storage_meta
-    name = len(data)
-    # Torch 2.6 has no field for the version, and ignores it.
-    data += BUILD + string("version") + string(DCP_VERSION)
-    data += BUILD + pickle.STOP
-    offsets, lengths = starts + width(tail[:_OFFSET]), starts + width(tail[:_LENGTH])
+    items, rows = LayoutItems(catalog), np.flatnonzero(catalog.writer >= 0)
+    # As in DCP: of items with the same index, the last one counts.
+    is_tail = items.beyond(catalog.writer[rows], catalog.number[rows]) >= 0
+    rows = rows[np.argsort(is_tail, kind="stable")]
+    writer, number = catalog.writer[rows], catalog.number[rows]
+    extents = items.columns[:2, items.find(writer, number)]
+    stored = (
+        *(of[_INDEX], _NEW, _STATE, of["fqn"], *_references(name[of_row[rows]])),
+        *(of["index"], pickle.NONE, of["offset"], *_references(offset[rows]), _BUILD),
+        *(of[_STORAGE], _NEW, _STATE, of["relative_path"], *_references(files[writer])),
+        *(of["offset"], _LONG8, _eight_bytes(extents[0])),
+        *(of["length"], _LONG8, _eight_bytes(extents[1]), _BUILD),
+    )
+
+    data = shared.data()  # nothing is added to it any more
+    data += of[_METADATA] + _NEW + _STATE + of["state_dict_metadata"] + known
+    data += of["storage_data"] + _STATE
+    tail = np.arange(len(rows))[len(rows) - np.count_nonzero(is_tail) :]
+    gaps = np.array([[_width(stored[:at])] for at in (_OFFSET, _LENGTH)])
+    gaps = gaps + len(data) + tail * _width(stored)
+    data += _records(len(rows), *stored).tobytes() + pickle.SETITEMS
+    data += of["storage_meta"] + of[_META] + _NEW + _STATE
+    ids.append(len(data) + len(of["save_id"]) + len(_string("")))
+    data += of["save_id"] + _string(_PLACEHOLDER) + of["load_id"] + pickle.NONE
+    data += of["modules"] + pickle.EMPTY_LIST + of["checkpoint_id"]
+    checkpoint_id = len(data)
+    # Torch 2.6 has no field for the version, and ignores it. Planner data of another planner than
+    # torch's come last, since their numbers begin at 0: nothing is referred to any more.
+    data += _BUILD + of["version"] + _string(DCP_VERSION) + of["planner_data"] + planner_data
+    data += _BUILD + pickle.STOP
     return MetadataTemplate(
         data=bytes(data),
         ids=np.array(ids, np.int64),
-        offsets=offsets,
-        lengths=lengths,
-        checkpoint_id=name,
-        tail=places.tail,
+        extents=gaps,
+        checkpoint_id=checkpoint_id,
+        items=items,
+        tail=(writer[tail], number[tail]),
     )
 
 
-# -- planner data ---------------------------------------------------------------------------------
+def _properties(one: Properties, dtype: Any) -> Any:
+    memory_format = _MEMORY_FORMAT(MEMORY_FORMATS[one.memory_format])
+    layout = _LAYOUT(one.layout)
+    return _PROPERTIES((dtype, layout, one.requires_grad, memory_format, one.pin_memory))
 
 
-def _planner_pickle(data: bytes) -> tuple[bytes, int]:
-    """Return a pickle as part of another (None for no data), and how many numbers it takes.
-
-    Its frames are left out: they would reach beyond its end.
-    """
-    if not data:
-        return pickle.NONE, 0
-    try:
-        words = [
-            (word.name, argument, position) for word, argument, position in pickletools.genops(data)
-        ]
-    except Exception as error:
-        raise ManifestInvalid(f"a catalog's planner data is no pickle: {error}") from None
-    if words[0][0] != "PROTO" or int(words[0][1] or 0) < _FIRST_OF_PYTHON_3:
-        raise ManifestInvalid("a catalog's planner data is pickled with names of Python 2")
-    code = [
-        data[start:stop]
-        for (name, _, start), (_, _, stop) in pairwise(words)
-        if name not in ("PROTO", "FRAME")
-    ]
-    puts = [
-        int(number or 0) for name, number, _ in words if name in ("PUT", "BINPUT", "LONG_BINPUT")
-    ]
-    memoized = sum(name == "MEMOIZE" for name, _, _ in words)
-    return b"".join(code), max([len(puts) + memoized, *(number + 1 for number in puts)])
-
-
-def _paths(memo: Memo, catalog: Catalog, numbers: _Numbers) -> bytes:
-    """Return the opcodes of the dict of those names that have a path."""
-    named = [
-        (name, path)
-        for name, path in zip(catalog.names, catalog.paths or (), strict=True)
+def _planner_data(catalog: Catalog, shared: _Shared) -> bytes:
+    """Return the opcodes of planner data: of a pickle, or of those names that have a path."""
+    if catalog.planner_pickle:
+        if not catalog.planner_pickle.startswith(_PROTOCOL) or catalog.planner_pickle[-1:] != b".":
+            raise ManifestInvalid("a catalog's planner data is no pickle of protocol 3")
+        return catalog.planner_pickle[len(_PROTOCOL) : -1]
+    if catalog.paths is None:
+        return pickle.NONE
+    same: dict[Any, Any] = {name: name for name in catalog.names}  # what is the same is one object
+    paths = {
+        name: tuple([same.setdefault(part, part) for part in path])
+        for name, path in zip(catalog.names, catalog.paths, strict=True)
         if path is not None
-    ]
-    parts = dict.fromkeys(chain.from_iterable(path for _, path in named))
-    known: dict[str | int, bytes] = dict(zip(catalog.names, refer(numbers.names), strict=True))
-    texts = [part for part in parts if isinstance(part, str) and part not in known]
-    known |= zip(texts, refer(memo.keep_all(strings(texts))), strict=True)
-    known |= {part: integer(part) for part in parts if isinstance(part, int)}
-    of_part = known.__getitem__
-    items = [
-        known[name] + pickle.MARK + b"".join(map(of_part, path)) + pickle.TUPLE
-        for name, path in named
-    ]
-    return STATE + b"".join(items) + pickle.SETITEMS
+    }
+    return _reference(int(shared.keep([paths])[0]))
 
 
-# -- what is written once, into the memo ----------------------------------------------------------
+def _known(
+    catalog: Catalog,
+    of: Mapping[Any, bytes],
+    name: Ints,
+    table: Ints,
+    size: Ints,
+    offset: Ints,
+    extent: Ints,
+) -> bytes:
+    """Return the opcodes of `state_dict_metadata`.
 
-
-def _keep(memo: Memo, catalog: Catalog, files: Ints) -> _Numbers:
-    shapes = distinct_shapes(catalog)
-    kept = _keep_shapes(memo, shapes)
-    has_offset = catalog.has_offset()[catalog.entry_of_row()]
-    return _Numbers(
-        names=memo.keep_all(strings(catalog.names)),
-        files=files,
-        size=kept[shapes.size],
-        offset=np.where(has_offset, kept[shapes.offset], memo.keep(pickle.NONE)),
-        extent=kept[shapes.extent],
-    )
-
-
-def _keep_shapes(memo: Memo, shapes: DistinctShapes) -> Ints:
-    """Write a `torch.Size` for each shape."""
-    opcode, values = integers(shapes.values)
-    codes: list[bytes] = []
-    for dimensions in np.unique(shapes.dimensions).tolist():
-        rows = values[shapes.dimensions == dimensions]
-        columns = [np.ascontiguousarray(rows[:, column]) for column in range(dimensions)]
-        sizes: list[bytes | Column] = [piece for column in columns for piece in (opcode, column)]
-        head, end = memo.share(_SIZE) + pickle.MARK, pickle.TUPLE + pickle.TUPLE1 + pickle.REDUCE
-        codes += slices(records(len(rows), head, *sizes, end))
-    return memo.keep_all(codes)
-
-
-def _keep_files(memo: Memo, ranks: Sequence[int]) -> tuple[Ints, list[int]]:
-    """Write the names of all ranks' segments; return them and where their save ids begin."""
-    numbers, ids = [], []
-    for rank in ranks:
-        code = string(segment_file(rank, _PLACEHOLDER))
-        ids.append(len(memo.data) + code.rindex(_PLACEHOLDER.encode()))
-        numbers.append(memo.keep(code))
-    return np.array(numbers, np.int64), ids
-
-
-def _keep_properties(memo: Memo, one: Properties) -> int:
-    values = [
-        global_name(*one.dtype.rsplit(".", 1)),
-        memo.share(_LAYOUT) + string(one.layout) + pickle.TUPLE1 + pickle.REDUCE,
-        _boolean(one.requires_grad),
-        memo.share(_MEMORY_FORMAT)
-        + integer(MEMORY_FORMATS[one.memory_format])
-        + pickle.TUPLE1
-        + pickle.REDUCE,
-        _boolean(one.pin_memory),
-    ]
-    return memo.keep(
-        memo.share(_PROPERTIES) + NEW + pickle.MARK + b"".join(values) + pickle.TUPLE + pickle.BUILD
-    )
-
-
-def _boolean(value: bool) -> bytes:
-    return pickle.NEWTRUE if value else pickle.NEWFALSE
-
-
-# -- what is written as records -------------------------------------------------------------------
-
-
-def _known(memo: Memo, catalog: Catalog, numbers: _Numbers) -> bytes:
-    """Return the opcodes of `state_dict_metadata`."""
-
-    def key(text: str) -> bytes:
-        return memo.share(string(text)) + pickle.LONG_BINGET
-
-    names, is_tensor = short(numbers.names[catalog.name]), catalog.properties >= 0
-    table = np.array([_keep_properties(memo, one) for one in catalog.table], np.int64)
-    tensors = records(
+    The numbers are those of each entry's name and size, each of the catalog's properties, and each
+    row's offset and extent.
+    """
+    is_tensor, is_bytes = catalog.properties >= 0, catalog.properties == BYTES
+    tensors = _records(
         int(is_tensor.sum()),
-        *(pickle.LONG_BINGET, names[is_tensor], memo.share(_TENSOR), NEW, STATE),
-        *(key("properties"), short(table[catalog.properties[is_tensor]])),
-        *(key("size"), short(numbers.size[is_tensor])),
-        *(memo.share(string("chunks")), pickle.EMPTY_LIST, pickle.MARK),
+        *(*_references(name[is_tensor]), of[_TENSOR], _NEW, _STATE),
+        *(of["properties"], *_references(table[catalog.properties[is_tensor]])),
+        *(of["size"], *_references(size[is_tensor])),
+        *(of["chunks"], pickle.EMPTY_LIST, pickle.MARK),
     )
-    is_bytes = catalog.properties == BYTES
-    others = records(
-        int(is_bytes.sum()), pickle.LONG_BINGET, names[is_bytes], memo.share(_BYTES), NEW
-    )
-    chunks = records(
-        len(catalog.writer),
-        *(memo.share(_CHUNK), NEW, STATE),
-        *(key("offsets"), short(numbers.offset)),
-        *(key("sizes"), short(numbers.extent), BUILD),
+    others = _records(int(is_bytes.sum()), *_references(name[is_bytes]), of[_BYTES], _NEW)
+    chunks = _records(
+        len(offset),
+        *(of[_CHUNK], _NEW, _STATE),
+        *(of["offsets"], *_references(offset), of["sizes"], *_references(extent), _BUILD),
     )
     written, bounds = chunks.tobytes(), (catalog.first * chunks.shape[1]).tolist()
-    tensor, other, end = iter(slices(tensors)), iter(slices(others)), pickle.APPENDS + BUILD
+    tensor, other, end = iter(_slices(tensors)), iter(_slices(others)), pickle.APPENDS + _BUILD
     items = [
         next(tensor) + written[start:stop] + end if kind >= 0 else next(other)
         for kind, (start, stop) in zip(catalog.properties.tolist(), pairwise(bounds), strict=True)
         if kind >= BYTES
     ]
-    return STATE + b"".join(items) + pickle.SETITEMS
+    return _STATE + b"".join(items) + pickle.SETITEMS
 
 
-def _stored(
-    memo: Memo,
-    catalog: Catalog,
-    numbers: _Numbers,
-    rows: Ints,
-    offsets: tuple[bytes, Column],
-    lengths: tuple[bytes, Column],
-) -> list[bytes | Column]:
-    """Return the pieces of the records of `storage_data` of these rows."""
-
-    def key(text: str) -> bytes:
-        return memo.share(string(text))
-
-    name = numbers.names[catalog.name[catalog.entry_of_row()[rows]]]
-    return [
-        *(memo.share(_INDEX), NEW, STATE),
-        *(key("fqn"), pickle.LONG_BINGET, short(name)),
-        *(key("index"), pickle.NONE),
-        *(key("offset"), pickle.LONG_BINGET, short(numbers.offset[rows]), BUILD),
-        *(memo.share(_STORAGE), NEW, STATE),
-        *(key("relative_path"), pickle.LONG_BINGET, short(numbers.files[catalog.writer[rows]])),
-        *(key("offset"), offsets[0], offsets[1]),
-        *(key("length") + lengths[0], lengths[1]),
-        BUILD,
-    ]
+# -- records --------------------------------------------------------------------------------------
 
 
-def _storage_meta(memo: Memo) -> bytes:
-    """Return the opcodes of `StorageMeta`, with the keys of torch 2.13, which 2.6 accepts.
+def _references(numbers: Ints) -> tuple[bytes, Matrix]:
+    """Return the pieces of records that refer to these numbers."""
+    operands = np.ascontiguousarray(numbers, "<u4").view(np.uint8)
+    return pickle.LONG_BINGET, operands.reshape(len(numbers), 4)
 
-    The last key, its value and the end are missing.
-    """
-    state = [
-        *(string("save_id"), string(_PLACEHOLDER)),
-        *(string("load_id"), pickle.NONE, string("modules"), pickle.EMPTY_LIST),
-        string("checkpoint_id"),
-    ]
-    return memo.share(_META) + NEW + STATE + b"".join(state)
+
+def _eight_bytes(integers: Ints) -> Matrix:
+    return np.ascontiguousarray(integers, "<i8").view(np.uint8).reshape(*integers.shape, 8)
+
+
+def _records(rows: int, *pieces: bytes | Matrix) -> Matrix:
+    """Return records of these pieces: bytes that all have, and bytes of each."""
+    matrix, start = np.empty((rows, _width(pieces)), np.uint8), 0
+    for piece in pieces:
+        stop = start + _width([piece])
+        matrix[:, start:stop] = (
+            np.frombuffer(piece, np.uint8) if isinstance(piece, bytes) else piece
+        )
+        start = stop
+    return matrix
+
+
+def _width(pieces: Sequence[bytes | Matrix]) -> int:
+    return sum(len(piece) if isinstance(piece, bytes) else piece.shape[1] for piece in pieces)
+
+
+def _slices(matrix: Matrix) -> list[bytes]:
+    data, step = matrix.tobytes(), matrix.shape[1]
+    return [data[start : start + step] for start in range(0, len(data), step)]

@@ -20,7 +20,6 @@ Read it in this order. Of a save:
 Of a load:
 
 - `load_planner`: DCP's planner.
-- `chunk_index`: which saved chunks share elements with what a rank needs.
 - `reads`: what a rank reads.
 - `find_reads`: what a rank has to read, found in a catalog.
 - `whole_checkpoint`: a load of everything, without a state dict to load into.

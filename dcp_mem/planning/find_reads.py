@@ -1,10 +1,18 @@
-"""The reads of one rank, found by joining its plan's columns with a catalog's."""
+"""The reads of one rank, found by joining its plan's columns with a catalog's.
+
+What a plan wants are boxes of elements, and so is what a catalog has; a byte item is a box without
+dimensions. The rows of a catalog's entry lie in the order of their offsets, so they are sorted by
+the first dimension in which any two of them differ. In that dimension, bisection finds the range of
+rows that may share an element with a wanted box; only these are compared in all dimensions.
+Everything is done for all boxes at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -14,12 +22,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_mem.common.value_class import value_class
-from dcp_mem.format.catalog import Catalog, Extent, Ints, Tails, counted, portions
+from dcp_mem.format.catalog import Catalog, Ints, Tails, counted, portions
 from dcp_mem.format.column_file import distinct_rows
 from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named
-from dcp_mem.planning.chunk_index import Boxes, ChunkIndex
 from dcp_mem.planning.entries import Casts, are_unlike, numbers_by_name
 from dcp_mem.planning.plain_tensors import HOST, Sources, sources_of
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
@@ -28,8 +35,11 @@ from dcp_mem.planning.reads import DirectRead, ItemRead, Reads
 Bools = npt.NDArray[np.bool_]
 Names = npt.NDArray[np.str_]
 _NOT_PLAIN = -1
+_NOWHERE = torch.Size((0,))
 _ROWS_AT_ONCE = 1 << 17
-"""Saved chunks that are indexed at once."""
+"""Saved chunks that are looked up at once."""
+_PAIRS_AT_ONCE = 1 << 20
+"""Wanted and saved chunks that are compared at once."""
 
 
 def find_reads(
@@ -50,31 +60,16 @@ def find_reads(
     direct reads may go into the memory of CUDA devices.
     """
     entry = _entries(plan, catalog)
-    if entry is None:
+    places = None if entry is None else _places(plan, values, into_devices=into_devices)
+    if entry is None or places is None:
         return None
-    locations = _Locations(catalog, save_id, tails)
-    tensors = _Tensors.of(plan, values, entry, locations, into_devices=into_devices)
-    objects = _Objects.of(plan, entry, locations)
-    if tensors is None or objects is None:
+    width = max(plan.size.shape[1], catalog.size.shape[1])
+    wanted = _Boxes(entry, widened(plan.offset, width, 0), widened(plan.extent, width, 1))
+    overlaps = _overlaps(wanted, catalog)
+    found, needed = overlaps.extent.prod(axis=1).sum(), wanted.extent.prod(axis=1).sum()
+    if (overlaps.writer < 0).any() or found < needed:
         return None
-    is_direct = tensors.are_direct()
-    direct = np.flatnonzero(is_direct)
-
-    payloads = tensors.direct_reads(direct)
-
-    def items(beside: Bools) -> list[ItemRead]:
-        return [*tensors.items(np.flatnonzero(~beside)), *objects.items()]
-
-    is_on_host = is_direct.copy()
-    is_on_host[direct] = payloads.device == HOST
-    return Reads(
-        files=locations.files,
-        payloads=payloads,
-        rest=partial(items, is_direct),
-        items_beside_host=partial(items, is_on_host),
-        everything=partial(items, np.zeros_like(is_direct)),
-        casts=tensors.casts(),
-    )
+    return _Found(plan, catalog, save_id, tails, wanted, overlaps, *places).reads()
 
 
 def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
@@ -84,6 +79,46 @@ def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
         return None
     entry = np.array(found, np.int64)[plan.name]
     return None if are_unlike(plan, np.arange(len(plan)), catalog, entry).any() else entry
+
+
+def _places(
+    plan: LocalPlan, values: Sequence[Any], *, into_devices: bool
+) -> tuple[Ints, Ints] | None:
+    """Return where each item's data lies: the address, and the number of its device.
+
+    The address is `_NOT_PLAIN` for those that bytes can't be read into. None where one is on the
+    meta device.
+    """
+
+    def places(found: Sources | None) -> tuple[Sequence[int], Sequence[int]] | None:
+        if found is None or (found.devices is not None and not into_devices):
+            return None
+        return found.addresses, found.devices or [HOST] * len(found.addresses)
+
+    addresses, devices = np.full(len(plan), _NOT_PLAIN), np.full(len(plan), HOST)
+    is_tensor = plan.kind != ItemKind.OBJECT
+    tensors = list(compress(values, is_tensor.tolist()))
+    may_be_conj = any(dtype_named(one.dtype).is_complex for one in plan.table)
+    found = places(sources_of(tensors, may_be_conj=may_be_conj))
+    if found is None:
+        each = [places(sources_of((one,))) or ([_NOT_PLAIN], [HOST]) for one in tensors]
+        found = [address for (address,), _ in each], [device for _, (device,) in each]
+    addresses[is_tensor], devices[is_tensor] = found
+    if any(one.is_meta for one in compress(tensors, (addresses[is_tensor] == _NOT_PLAIN).tolist())):
+        return None
+    return addresses, devices
+
+
+# -- what wanted and saved chunks have in common ---------------------------------------------------
+
+
+@value_class(eq=False)
+class _Boxes:
+    """Boxes of elements of tensors, one row each."""
+
+    entry: Ints  # of each: the tensor's entry of the catalog
+    offset: Ints  # of each: int64[boxes, width], padded with 0
+    extent: Ints  # of each: int64[boxes, width], padded with 1
 
 
 @value_class(eq=False, kw_only=True)
@@ -99,11 +134,11 @@ class _Overlaps:
     number: Ints
 
 
-def _overlaps(wanted: Boxes, catalog: Catalog) -> _Overlaps:
+def _overlaps(wanted: _Boxes, catalog: Catalog) -> _Overlaps:
     """Return what a catalog's rows have in common with what is wanted.
 
-    Entries with the same boxes are looked up in one index, so few rows are made at once, although
-    the catalog may have millions.
+    Entries with the same boxes are looked up together, so few rows are made at once, although the
+    catalog may have millions.
     """
     counts, width = np.diff(catalog.first), wanted.offset.shape[1]
     boxes = np.column_stack([counts, catalog.offset_runs, catalog.extent_runs])
@@ -118,16 +153,16 @@ def _overlaps(wanted: Boxes, catalog: Catalog) -> _Overlaps:
         some = specimens[part]
         first = np.append(0, np.cumsum(counts[some]))
         number, row = np.repeat(some, counts[some]), counted(counts[some])
-        index = ChunkIndex(
+        saved = _Boxes(
+            first,
             widened(catalog.boxes.at(catalog.offset_runs[number], row[:, None]), width, 0),
             widened(catalog.boxes.at(catalog.extent_runs[number], row[:, None]), width, 1),
-            first,
         )
-        one = index.find(
-            Boxes(kind[of_part] - part.start, wanted.offset[of_part], wanted.extent[of_part])
+        box, at, *common = _in_common(
+            _Boxes(kind[of_part] - part.start, wanted.offset[of_part], wanted.extent[of_part]),
+            saved,
         )
-        saved = index.offset[one.row], index.extent[one.row]
-        found.append((of_part[one.wanted], row[one.row], one.offset, one.extent, *saved))
+        found.append((of_part[box], row[at], *common, saved.offset[at], saved.extent[at]))
     columns: tuple[Ints, ...] = found[0]
     if len(found) > 1:
         columns = tuple(np.concatenate(column) for column in zip(*found, strict=True))
@@ -146,117 +181,154 @@ def _overlaps(wanted: Boxes, catalog: Catalog) -> _Overlaps:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Locations:
-    """The locations of a catalog's items in the segments of one save."""
+def _in_common(wanted: _Boxes, saved: _Boxes) -> tuple[Ints, ...]:
+    """Return wanted box, saved box, offset and extent of every overlap, by wanted box.
 
+    `saved`: by entry, and then by offset. Its `entry` says where each entry's boxes begin, and
+    where the last one's end.
+    """
+    first = saved.entry
+    along = _first_difference(saved.offset, first)
+    entry = np.repeat(np.arange(len(along)), np.diff(first))
+    rows = np.arange(len(entry)), along[entry]
+    starts = saved.offset[rows]
+    reach = _running_max(starts + saved.extent[rows], entry)
+    number = np.arange(len(wanted.entry))
+    start = wanted.offset[number, along[wanted.entry]]
+    stop = start + wanted.extent[number, along[wanted.entry]]
+    low, end = first[wanted.entry], first[wanted.entry + 1]
+    low = _bisect(reach, low, end, start + 1)
+    counts = np.maximum(_bisect(starts, low, end, stop) - low, 0)
+    parts = []
+    for part in portions(counts, _PAIRS_AT_ONCE):
+        box = np.repeat(number[part], counts[part])
+        row = counted(counts[part]) + np.repeat(low[part], counts[part])
+        offset = np.maximum(wanted.offset[box], saved.offset[row])
+        ends = [boxes.offset[at] + boxes.extent[at] for boxes, at in ((wanted, box), (saved, row))]
+        extent = np.minimum(*ends) - offset
+        keep = (extent > 0).all(axis=1)
+        parts.append((box[keep], row[keep], offset[keep], extent[keep]))
+    return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+
+
+def _first_difference(offset: Ints, first: Ints) -> Ints:
+    """Return the first dimension in which offsets of each entry's rows differ; 0 if none do."""
+    if not len(offset) or not len(first) - 1:
+        return np.zeros(len(first) - 1, np.int64)
+    has_rows = np.flatnonzero(np.diff(first))
+    starts = first[has_rows]
+    differs = np.maximum.reduceat(offset, starts) != np.minimum.reduceat(offset, starts)
+    along = np.zeros(len(first) - 1, np.int64)
+    along[has_rows] = differs.argmax(axis=1)
+    return along
+
+
+def _running_max(values: Ints, entry: Ints) -> Ints:
+    """Return the largest value so far, within each entry."""
+    order = np.argsort(values, kind="stable")
+    rank = np.empty(len(values), np.int64)
+    rank[order] = np.arange(len(values))
+    # Of ranks and not of values: values could overflow.
+    start = entry * len(values)
+    highest = np.maximum.accumulate(rank + start) - start
+    result: Ints = values[order[highest]]
+    return result
+
+
+def _bisect(values: Ints, low: Ints, high: Ints, target: Ints) -> Ints:
+    """Return the first index in [low, high) whose value is at least the target; high if none is."""
+    low, high = low.copy(), high.copy()
+    while (open_ := np.flatnonzero(low < high)).size:
+        middle = (low[open_] + high[open_]) // 2
+        below = values[middle] < target[open_]
+        low[open_[below]] = middle[below] + 1
+        high[open_[~below]] = middle[~below]
+    return low
+
+
+# -- the reads ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What a plan wants, and where it lies: in memory, and in the segments of one save."""
+
+    plan: LocalPlan
     catalog: Catalog
     save_id: str
     tails: Tails
+    wanted: _Boxes
+    overlaps: _Overlaps
+    # of each row of the plan: where its data lies, and the number of its CUDA device, or `HOST`
+    addresses: Ints
+    devices: Ints
+
+    def reads(self) -> Reads:
+        is_direct = self._are_direct()
+        direct = np.flatnonzero(is_direct)
+        payload_offset, payload_nbytes = self._payloads[:, direct]
+        wanted = self.overlaps.wanted[direct]
+        payloads = DirectRead(
+            file=self.overlaps.writer[direct],
+            address=self.addresses[wanted],
+            offset=payload_offset,
+            nbytes=payload_nbytes,
+            device=self.devices[wanted],
+        )
+        is_on_host = is_direct & (self.devices[self.overlaps.wanted] == HOST)
+        return Reads(
+            files=self._files,
+            payloads=payloads,
+            rest=partial(self._items, is_direct),
+            items_beside_host=partial(self._items, is_on_host),
+            everything=partial(self._items, np.zeros_like(is_direct)),
+            casts=self._casts(),
+        )
 
     @cached_property
-    def files(self) -> list[str]:
+    def _files(self) -> list[str]:
         """Names of the segments, by writer."""
         return [segment_file(rank, self.save_id) for rank in self.catalog.ranks.tolist()]
 
     @cached_property
-    def items(self) -> LayoutItems:
+    def _places(self) -> LayoutItems:
         return LayoutItems(self.catalog)
-
-    def extents(self, writer: Ints, number: Ints) -> list[Extent]:
-        """Return offset and length of these items in their writers' segments."""
-        in_layouts = self.items.columns[:2, self.items.find(writer, number)].T.tolist()
-        return [
-            (offset, length) if in_tail < 0 else self.tails[rank][in_tail]
-            for (offset, length), rank, in_tail in zip(
-                in_layouts,
-                self.catalog.ranks[writer].tolist(),
-                self.items.beyond(writer, number).tolist(),
-                strict=True,
-            )
-        ]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Tensors:
-    """The tensors to load, and how they overlap with the saved chunks."""
-
-    plan: LocalPlan
-    locations: _Locations
-    rows: Ints
-    # of each: where its tensor's data lies; `_NOT_PLAIN` if bytes can't be read there
-    addresses: Ints
-    devices: Ints  # of each: the number of the CUDA device that it lies on, or `HOST`
-    wanted: Boxes
-    overlaps: _Overlaps
-
-    @staticmethod
-    def of(
-        plan: LocalPlan,
-        values: Sequence[Any],
-        entry: Ints,
-        locations: _Locations,
-        *,
-        into_devices: bool,
-    ) -> _Tensors | None:
-        rows = np.flatnonzero(plan.kind != ItemKind.OBJECT)
-        tensors = list(map(values.__getitem__, rows.tolist()))
-        addresses, devices = _places(plan, tensors, into_devices=into_devices)
-        if (addresses == _NOT_PLAIN).any() and any(tensor.is_meta for tensor in tensors):
-            return None
-        width = max(plan.size.shape[1], locations.catalog.size.shape[1])
-        wanted = Boxes(
-            entry[rows], widened(plan.offset[rows], width, 0), widened(plan.extent[rows], width, 1)
-        )
-        overlaps = _overlaps(wanted, locations.catalog)
-        found, needed = overlaps.extent.prod(axis=1).sum(), wanted.extent.prod(axis=1).sum()
-        if (overlaps.writer < 0).any() or found < needed:
-            return None
-        return _Tensors(
-            plan=plan,
-            locations=locations,
-            rows=rows,
-            addresses=addresses,
-            devices=devices,
-            wanted=wanted,
-            overlaps=overlaps,
-        )
 
     @cached_property
     def _kinds(self) -> Ints:
-        """Of each overlap, the index of its tensor's properties in the catalog."""
-        return self.locations.catalog.properties[self.wanted.entry[self.overlaps.wanted]]
+        """Of each overlap, the index of its tensor's properties in the catalog; negative: none."""
+        return self.catalog.properties[self.wanted.entry[self.overlaps.wanted]]
 
     @cached_property
     def _dtypes(self) -> tuple[Names, Names]:
-        """Of each overlap, the dtypes in which it was saved, and is loaded."""
+        """Of each overlap, the dtypes in which it was saved, and is loaded; "" for none."""
         saved, wanted = (
-            np.array([one.dtype for one in table], np.str_)  # there may be none
-            for table in (self.locations.catalog.table, self.plan.table)
+            np.array([*(one.dtype for one in table), ""])
+            for table in (self.catalog.table, self.plan.table)
         )
-        return saved[self._kinds], wanted[self.plan.properties[self.rows[self.overlaps.wanted]]]
+        return saved[self._kinds], wanted[self.plan.properties[self.overlaps.wanted]]
 
-    def casts(self) -> Casts:
+    def _casts(self) -> Casts:
         """Return the tensors that are loaded in another dtype than they were saved in."""
         saved, wanted = self._dtypes
         cast = np.flatnonzero(saved != wanted)
-        names = self.plan.name[self.rows[self.overlaps.wanted[cast]]].tolist()
+        names = self.plan.name[self.overlaps.wanted[cast]].tolist()
         dtypes = zip(saved[cast].tolist(), wanted[cast].tolist(), strict=True)
         return dict(zip(map(self.plan.names.__getitem__, names), dtypes, strict=True))
 
     @cached_property
     def _payloads(self) -> Ints:
         """Of each overlap, offset and bytes of the saved payload; an offset of -1 for none."""
-        items = self.locations.items
-        return items.columns[2:, items.find(self.overlaps.writer, self.overlaps.number)]
+        found = self._places.find(self.overlaps.writer, self.overlaps.number)
+        return self._places.columns[2:, found]
 
-    def are_direct(self) -> Bools:
+    def _are_direct(self) -> Bools:
         """Return, for each overlap, whether it can be a direct read.
 
         It can if a chunk is wanted just as it was saved, in memory that its bytes can be read into.
         """
-        overlaps, saved = self.overlaps, self.locations.catalog.table
-        itemsize = np.array([dtype_named(one.dtype).itemsize for one in saved], np.int64)
+        overlaps, saved = self.overlaps, self.catalog.table
+        itemsize = np.array([*(dtype_named(one.dtype).itemsize for one in saved), 0], np.int64)
         payload_offset, payload_nbytes = self._payloads
         is_whole: Bools = (overlaps.extent == self.wanted.extent[overlaps.wanted]).all(axis=1)
         is_whole &= (overlaps.extent == overlaps.saved_extent).all(axis=1)
@@ -267,131 +339,51 @@ class _Tensors:
         is_whole &= self.addresses[overlaps.wanted] != _NOT_PLAIN
         return is_whole
 
-    def direct_reads(self, which: Ints) -> DirectRead:
-        """Return the payloads of these overlaps."""
-        payload_offset, payload_nbytes = self._payloads[:, which]
-        wanted = self.overlaps.wanted[which]
-        return DirectRead(
-            file=self.overlaps.writer[which],
-            address=self.addresses[wanted],
-            offset=payload_offset,
-            nbytes=payload_nbytes,
-            device=self.devices[wanted],
-        )
-
-    def items(self, which: Ints) -> list[ItemRead]:
-        """Return these overlaps as items, as DCP would plan them."""
-        overlaps, box = self.overlaps, self.overlaps.wanted[which]
+    def _items(self, is_left_out: Bools) -> list[ItemRead]:
+        """Return the other overlaps as items, as DCP would plan them."""
+        which = np.flatnonzero(~is_left_out)
+        overlaps, row = self.overlaps, self.overlaps.wanted[which]
         writers = overlaps.writer[which]
-        dtypes = [dtype_named(one.dtype) for one in self.locations.catalog.table]
+        dtypes = [dtype_named(one.dtype) for one in self.catalog.table]
         columns = (
-            self.plan.name[self.rows[box]],
-            self.plan.dimensions[self.rows[box]],
-            self.wanted.offset[box],
+            self.plan.name[row],
+            self.plan.dimensions[row],
+            self.wanted.offset[row],
             overlaps.saved_offset[which],
             overlaps.saved_extent[which],
             overlaps.offset[which],
             overlaps.extent[which],
             self._kinds[which],
             writers,
+            *self._places.extents(writers, overlaps.number[which], self.tails),
         )
         result = []
-        for (name, dimensions, target, saved, saved_extent, start, extent, kind, writer), (
-            offset,
-            length,
-        ) in zip(
-            zip(*map(np.ndarray.tolist, columns), strict=True),
-            self.locations.extents(writers, overlaps.number[which]),
-            strict=True,
+        for name, dimensions, target, saved, saved_extent, start, extent, kind, writer, *at in zip(
+            *(column.tolist() for column in columns), strict=True
         ):
             fqn, within = self.plan.names[name], slice(dimensions)
-            request = ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(fqn, torch.Size(target[within]), 0),
-                dest_offsets=_difference(start[within], target[within]),
-                storage_index=MetadataIndex(fqn, torch.Size(saved[within])),
-                storage_offsets=_difference(start[within], saved[within]),
-                lengths=torch.Size(extent[within]),
-            )
-            saved_as = dtypes[kind], torch.Size(saved_extent[within])
+            if kind < 0:
+                index = MetadataIndex(fqn)
+                request = ReadItem(LoadItemType.BYTE_IO, index, _NOWHERE, index, _NOWHERE, _NOWHERE)
+            else:
+                request = ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(fqn, torch.Size(target[within]), 0),
+                    dest_offsets=_difference(start[within], target[within]),
+                    storage_index=MetadataIndex(fqn, torch.Size(saved[within])),
+                    storage_offsets=_difference(start[within], saved[within]),
+                    lengths=torch.Size(extent[within]),
+                )
             result.append(
                 ItemRead(
                     request=request,
-                    file=self.locations.files[writer],
-                    offset=offset,
-                    length=length,
-                    saved=saved_as,
+                    file=self._files[writer],
+                    offset=at[0],
+                    length=at[1],
+                    saved=None if kind < 0 else (dtypes[kind], torch.Size(saved_extent[within])),
                 )
             )
         return result
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Objects:
-    """The byte items to load: indexes of their names, and who wrote which of their items."""
-
-    plan: LocalPlan
-    locations: _Locations
-    names: Ints
-    writer: Ints
-    number: Ints
-
-    @staticmethod
-    def of(plan: LocalPlan, entry: Ints, locations: _Locations) -> _Objects | None:
-        wanted = np.flatnonzero(plan.kind == ItemKind.OBJECT)
-        entry, catalog = entry[wanted], locations.catalog
-        if (np.diff(catalog.first)[entry] == 0).any():
-            return None
-        row = np.zeros(len(entry), np.int64)
-        writer, number = catalog.writers_at(entry, row), catalog.numbers_at(entry, row)
-        if (writer < 0).any():
-            return None
-        return _Objects(
-            plan=plan, locations=locations, names=plan.name[wanted], writer=writer, number=number
-        )
-
-    def items(self) -> list[ItemRead]:
-        """Return these items, as DCP would plan them."""
-        nowhere, result = torch.Size((0,)), []
-        for name, writer, (offset, length) in zip(
-            self.names.tolist(),
-            self.writer.tolist(),
-            self.locations.extents(self.writer, self.number),
-            strict=True,
-        ):
-            index = MetadataIndex(self.plan.names[name])
-            request = ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
-            result.append(
-                ItemRead(
-                    request=request, file=self.locations.files[writer], offset=offset, length=length
-                )
-            )
-        return result
-
-
-def _places(
-    plan: LocalPlan, tensors: Sequence[torch.Tensor], *, into_devices: bool
-) -> tuple[Ints, Ints]:
-    """Return where each tensor's data lies: the address, and the number of its device.
-
-    The address is `_NOT_PLAIN` for those that bytes can't be read into.
-    """
-
-    def places(found: Sources | None) -> tuple[Ints, Ints] | None:
-        if found is None or (found.devices is not None and not into_devices):
-            return None
-        addresses = np.array(found.addresses, np.int64)
-        is_on_host = found.devices is None
-        return addresses, np.full_like(addresses, HOST if is_on_host else found.devices)
-
-    may_be_conj = any(dtype_named(one.dtype).is_complex for one in plan.table)
-    found = places(sources_of(tensors, may_be_conj=may_be_conj))
-    if found is not None:
-        return found
-    nowhere = np.array([_NOT_PLAIN]), np.array([HOST])
-    each = [places(sources_of((one,))) or nowhere for one in tensors]
-    addresses, devices = map(np.concatenate, zip(*each, strict=True))
-    return addresses, devices
 
 
 def _difference(start: Sequence[int], origin: Sequence[int]) -> torch.Size:

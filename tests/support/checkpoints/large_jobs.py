@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from dcp_mem.format import catalog, catalog_conversion
-from dcp_mem.planning import chunk_index, find_reads, global_plan
+from dcp_mem.planning import find_reads, global_plan
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def as_large_jobs() -> Iterator[None]:
         patch.setattr(global_plan, "_ITEMS_AT_ONCE", 1)
         patch.setattr(catalog, "_ROWS_AT_ONCE", 1)
         patch.setattr(find_reads, "_ROWS_AT_ONCE", 1)
-        patch.setattr(chunk_index, "_AT_ONCE", 1)
+        patch.setattr(find_reads, "_PAIRS_AT_ONCE", 1)
         patch.setattr(catalog_conversion, "_MANY_ROWS", 0)
         patch.setattr(catalog_conversion, "_FEW_ROWS_OF_ENTRY", 0)
         yield
