@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -57,7 +56,7 @@ from dcp_mem.planning.reads import Reads
 from dcp_mem.policy.election import RecoveryPlan
 from dcp_mem.runtime import states
 from dcp_mem.saving.overlap import wait_for_copies
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.routes import storage_of
 
 
 @takes(ReaderOptions, DEFAULTS)
@@ -304,12 +303,7 @@ class MemoryStorageReader(StorageReader):
     def __enter__(self) -> MemoryStorageReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -374,10 +368,7 @@ class MemoryStorageReader(StorageReader):
         chosen = self.settings
         has_memory = os.path.isdir(os.path.join(chosen.memory_root, chosen.job))
         memory = JobMemory(chosen.memory_root, chosen.job) if has_memory else None
-        storage = (
-            open_storage(chosen.url, chosen.storage_options) if chosen.url is not None else None
-        )
-        return Places(memory, storage, chosen.job)
+        return Places(memory, storage_of(chosen), chosen.job)
 
     def _read(self, plan: LoadPlan | Reads, planner: LoadPlanner) -> None:
         load, opened, self._opened = self._load, self._opened, None

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.reduction import ForkingPickler
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import Unpack
@@ -71,14 +71,9 @@ class Served:
     def __enter__(self) -> Served:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if _forget(self):
-            self.writer.__exit__(kind, error, traceback)
+            self.writer.__exit__(*raised)
 
     def __repr__(self) -> str:
         state = "served" if self in _all_served else "stopped"

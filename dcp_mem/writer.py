@@ -7,7 +7,6 @@ import pickle
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -373,12 +372,7 @@ class MemoryStorageWriter(StorageWriter):
     def __enter__(self) -> MemoryStorageWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(flush=kind is None, keep_slots=kind is not None)
 
     def __repr__(self) -> str:

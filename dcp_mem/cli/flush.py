@@ -18,15 +18,14 @@ def run(common: CommonOptions, is_all: bool, newest: int | None, timeout: float 
         flushed = flush_now(settings, is_promoted=bool(promoted), show=show, timeout=timeout)
     common.screen.answer(promoted=promoted, flushed=flushed)
     common.screen.table(
-        ["NAME", ">SIZE", "OUTCOME"],
-        [
-            [
-                one.name,
-                size(one.nbytes),
-                Text(shown(one.error), "red") if one.error else Text("durable", "green"),
-            ]
-            for one in flushed
-        ],
+        flushed,
+        {
+            "NAME": lambda one: one.name,
+            ">SIZE": lambda one: size(one.nbytes),
+            "OUTCOME": lambda one: (
+                Text(shown(one.error), "red") if one.error else Text("durable", "green")
+            ),
+        },
     )
     if not flushed:
         common.screen.note("nothing in this node's memory awaits its flush")

@@ -37,28 +37,26 @@ def run(common: CommonOptions, yes: bool, force: bool, older_than: float) -> int
 
 def _show(screen: Screen, memory: list[Reclaimed], stored: list[Orphan], done: bool) -> None:
     outcome = "given back" if done else "would be given back"
-    rows: list[list[str | Text]] = [
-        [
-            one.job,
-            size(one.nbytes),
-            Text(f"stays: {shown(one.kept)}", "yellow") if one.kept else Text(outcome, "green"),
-        ]
-        for one in memory
-    ]
-    screen.table(["DEAD JOB", ">MEMORY", "OUTCOME"], rows)
+    screen.table(
+        memory,
+        {
+            "DEAD JOB": lambda one: one.job,
+            ">MEMORY": lambda one: size(one.nbytes),
+            "OUTCOME": lambda one: (
+                Text(f"stays: {shown(one.kept)}", "yellow") if one.kept else Text(outcome, "green")
+            ),
+        },
+    )
     if memory and stored:
         screen.line()
     screen.table(
-        ["LEFT ON STORAGE", ">SIZE", ">AGE", "OUTCOME"],
-        [
-            [
-                one.key,
-                "unfinished" if one.is_unfinished else size(one.nbytes),
-                age(one.modified),
-                Text(outcome, "green"),
-            ]
-            for one in stored
-        ],
+        stored,
+        {
+            "LEFT ON STORAGE": lambda one: one.key,
+            ">SIZE": lambda one: "unfinished" if one.is_unfinished else size(one.nbytes),
+            ">AGE": lambda one: age(one.modified),
+            "OUTCOME": lambda _: Text(outcome, "green"),
+        },
     )
     if not memory and not stored:
         screen.note("nothing to give back")

@@ -64,17 +64,16 @@ def _list_jobs(screen: Screen, root: str) -> int:
 
 
 def _show(screen: Screen, checkpoints: Sequence[CheckpointStatus]) -> None:
-    rows: list[list[str | Text]] = [
-        [
-            one.name + (f" (rank {one.scope[1:]} alone)" if one.scope else ""),
-            "" if one.step is None else str(one.step),
-            state(one),
-            " + ".join(one.places),
-            size(one.nbytes),
-            age(one.created),
-            figures(one.metrics),
-            problem(one),
-        ]
-        for one in checkpoints
-    ]
-    screen.table(["NAME", ">STEP", "STATE", "WHERE", ">SIZE", ">AGE", "METRICS", "PROBLEM"], rows)
+    screen.table(
+        checkpoints,
+        {
+            "NAME": lambda one: one.name + (f" (rank {one.scope[1:]} alone)" if one.scope else ""),
+            ">STEP": lambda one: "" if one.step is None else str(one.step),
+            "STATE": state,
+            "WHERE": lambda one: " + ".join(one.places),
+            ">SIZE": lambda one: size(one.nbytes),
+            ">AGE": lambda one: age(one.created),
+            "METRICS": lambda one: figures(one.metrics),
+            "PROBLEM": problem,
+        },
+    )

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dcp_mem.cli.options import CommonOptions
 from dcp_mem.common.values import MEMORY, STORAGE, shown
 from dcp_mem.errors import ConfigError
-from dcp_mem.operations.inventory import find_all
-from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
+from dcp_mem.operations.housekeeping import reject_in_memory, reject_on_storage
 
 
 def run(common: CommonOptions, checkpoint_id: str, why: str | None, undo: bool) -> int:
-    settings, known = common.find_all()
-    (found,) = find_all(known, [checkpoint_id], settings)
+    settings, found, _ = common.find(checkpoint_id)
     name, save_id = found.name, found.save_id if checkpoint_id == found.save_id else ""
     reason = None if undo else why
     # Storage last: what it says holds for all nodes.

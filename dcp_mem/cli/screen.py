@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -45,6 +45,9 @@ _FACTS = (
 )
 """The fields of a checkpoint in JSON."""
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
+T = TypeVar("T")
+Columns = Mapping[str, Callable[[T], str | Text]]
+"""By heading, what a row's cell is; ">" in front of it has the column aligned to the right."""
 
 
 class Screen:
@@ -76,10 +79,10 @@ class Screen:
         if not self.is_json:
             self._errors.print(Text(shown(text), "dim"), soft_wrap=True)
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-        """Print rows below their headings, without the columns that are empty."""
+    def table(self, rows: Sequence[T], columns: Columns[T]) -> None:
+        """Print a row of each below the headings, without the columns that are empty."""
         if not self.is_json and rows:
-            self._print(table_of(columns, rows, is_wrapped=not self._console.is_terminal))
+            self._print(table_of(rows, columns, is_wrapped=not self._console.is_terminal))
 
     def _print(self, *parts: RenderableType) -> None:
         """Print on standard output; lines of files and pipes don't end in spaces."""
@@ -142,28 +145,21 @@ class Bytes:
         self._progress.update(self._task, moved=transfer_text(task.completed, task.total, None))
 
 
-def table_of(
-    columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, is_wrapped: bool = False
-) -> Table:
-    used = [number for number in range(len(columns)) if any(len(row[number]) for row in rows)]
+def table_of(rows: Sequence[T], columns: Columns[T], *, is_wrapped: bool = False) -> Table:
+    """Return a table with a row of each, without the columns that are empty."""
+    found = {name: list(map(cell, rows)) for name, cell in columns.items()}
+    used = {name: cells for name, cells in found.items() if any(map(len, cells))}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number in used:
-        name = columns[number]
-        is_last = number == used[-1]
-        is_short = all(len(row[number]) <= _SHORT for row in rows)
+    for number, (name, cells) in enumerate(used.items(), 1):
+        is_short = all(len(cell) <= _SHORT for cell in cells)
         table.add_column(
             name.lstrip(">"),
             justify="right" if name[0] == ">" else "left",
-            no_wrap=is_short if number == used[0] else not is_last and not is_wrapped,
+            no_wrap=is_short if number == 1 else number < len(used) and not is_wrapped,
             overflow="fold",
         )
-    for row in rows:
-        table.add_row(
-            *(
-                cell if isinstance(cell, Text) else Text(shown(cell))
-                for cell in map(row.__getitem__, used)
-            )
-        )
+    for row in zip(*used.values(), strict=True):
+        table.add_row(*(cell if isinstance(cell, Text) else Text(shown(cell)) for cell in row))
     return table
 
 

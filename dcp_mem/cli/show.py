@@ -76,54 +76,44 @@ def _moved(sent_nbytes: int, reused_nbytes: int, where: str) -> str:
 def _show_items(screen: Screen, inside: Contents, most: int) -> None:
     _heading(screen, "tensors", inside.tensors, most)
     screen.table(
-        ["NAME", "DTYPE", "SHAPE", ">SHARDS", ">SIZE"],
-        [
-            [
-                one.name,
-                one.dtype,
-                " x ".join(map(str, one.shape)) or "scalar",
-                str(one.shards),
-                size(one.nbytes),
-            ]
-            for one in inside.tensors[:most]
-        ],
+        inside.tensors[:most],
+        {
+            "NAME": lambda one: one.name,
+            "DTYPE": lambda one: one.dtype,
+            "SHAPE": lambda one: " x ".join(map(str, one.shape)) or "scalar",
+            ">SHARDS": lambda one: str(one.shards),
+            ">SIZE": lambda one: size(one.nbytes),
+        },
     )
     _heading(screen, "byte items", inside.items, most)
-    refused = [one for one in inside.items if one.refused]
     screen.table(
-        ["NAME", ">SIZE", *(["LOADS"] if refused else [])],
-        [
-            [
-                one.name,
-                size(one.nbytes),
-                *([Text("refused" if one.refused else "", "red")] if refused else []),
-            ]
-            for one in inside.items[:most]
-        ],
+        inside.items[:most],
+        {
+            "NAME": lambda one: one.name,
+            ">SIZE": lambda one: size(one.nbytes),
+            "LOADS": lambda one: Text("refused" if one.refused else "", "red"),
+        },
     )
-    if refused:
+    refused = next((one for one in inside.items if one.refused), None)
+    if refused is not None:
         screen.line(
-            f"refused: unpickling could run code (of {refused[0].name}: "
-            f"{shown(refused[0].refused)}). If you trust whoever wrote the checkpoint, pass "
-            "weights_only=False to dcp_mem.load, or admit its classes by "
-            "torch.serialization.add_safe_globals."
+            f"refused: unpickling could run code (of {refused.name}: {shown(refused.refused)}). "
+            "If you trust whoever wrote the checkpoint, pass weights_only=False to dcp_mem.load, "
+            "or admit its classes by torch.serialization.add_safe_globals."
         )
 
 
 def _show_files(screen: Screen, inside: Contents, most: int) -> None:
     _heading(screen, "segments", inside.segments, most)
     screen.table(
-        [">RANK", "NODE", ">SIZE", "WHERE", "FILE"],
-        [
-            [
-                str(one.rank),
-                one.node,
-                size(one.nbytes),
-                " + ".join(one.places) or Text("nowhere", "red"),
-                one.file,
-            ]
-            for one in inside.segments[:most]
-        ],
+        inside.segments[:most],
+        {
+            ">RANK": lambda one: str(one.rank),
+            "NODE": lambda one: one.node,
+            ">SIZE": lambda one: size(one.nbytes),
+            "WHERE": lambda one: " + ".join(one.places) or Text("nowhere", "red"),
+            "FILE": lambda one: one.file,
+        },
     )
     _heading(screen, "manifests on storage", inside.manifests, most)
     for file in inside.manifests[:most]:

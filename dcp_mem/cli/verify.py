@@ -42,17 +42,16 @@ def run(common: CommonOptions, checkpoint_id: str | None) -> int:
 
 
 def _show(screen: Screen, results: list[Verified]) -> None:
-    rows: list[list[str | Text]] = [
-        [
-            result.name,
-            result.place,
-            _verdict(result),
-            size(result.checked_nbytes),
-            result.why_unchecked,
-        ]
-        for result in results
-    ]
-    screen.table(["NAME", "WHERE", "VERDICT", ">CHECKED", "NOT CHECKED, SINCE"], rows)
+    screen.table(
+        results,
+        {
+            "NAME": lambda one: one.name,
+            "WHERE": lambda one: one.place,
+            "VERDICT": _verdict,
+            ">CHECKED": lambda one: size(one.checked_nbytes),
+            "NOT CHECKED, SINCE": lambda one: one.why_unchecked,
+        },
+    )
     for result in results:
         if result.damages:
             screen.line()

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions
-from dcp_mem.cli.screen import age, colored, size, table_of
+from dcp_mem.cli.screen import Columns, age, colored, size, table_of
 from dcp_mem.common.files import free_bytes
 from dcp_mem.common.progress_bar import state_text, transfer_text
 from dcp_mem.common.values import CheckpointStatus, State, shown
@@ -59,6 +59,16 @@ class _Speeds:
 
 def _screen_parts(jobs: Sequence[Job], speeds: _Speeds) -> list[RenderableType]:
     parts: list[RenderableType] = []
+    columns: Columns[CheckpointStatus] = {
+        "NAME": lambda one: one.name,
+        ">STEP": lambda one: "" if one.step is None else str(one.step),
+        "STATE": lambda one: colored(one.state),
+        ">SIZE": lambda one: size(one.nbytes),
+        ">AGE": lambda one: age(one.created),
+        ">SAVE": lambda one: f"{one.stage_seconds * 1000:.0f} ms",
+        "COPIES": _copies,
+        "ON ITS WAY": lambda one: _flush_progress(one, speeds),
+    }
     for job in jobs:
         life = Text("live", "green") if job.is_live else Text("dead", "yellow")
         where = (
@@ -73,31 +83,14 @@ def _screen_parts(jobs: Sequence[Job], speeds: _Speeds) -> list[RenderableType]:
             ),
         ]
         if job.checkpoints:
-            parts.append(table_of(_COLUMNS, [_row(one, speeds) for one in job.checkpoints]))
+            parts.append(table_of(job.checkpoints, columns))
     return parts if jobs else [*parts, Text("no job has memory here", "dim")]
 
 
-_COLUMNS = ["NAME", ">STEP", "STATE", ">SIZE", ">AGE", ">SAVE", "COPIES", "ON ITS WAY"]
-
-
-def _row(one: CheckpointStatus, speeds: _Speeds) -> list[str | Text]:
-    copies = (
-        f"{one.replicas} on other nodes"
-        if one.replicas
-        else f"parity({one.parity})"
-        if one.parity
-        else ""
-    )
-    return [
-        one.name,
-        "" if one.step is None else str(one.step),
-        colored(one.state),
-        size(one.nbytes),
-        age(one.created),
-        f"{one.stage_seconds * 1000:.0f} ms",
-        copies or Text(shown(one.replication_error), "red"),
-        _flush_progress(one, speeds),
-    ]
+def _copies(one: CheckpointStatus) -> str | Text:
+    if one.replicas:
+        return f"{one.replicas} on other nodes"
+    return f"parity({one.parity})" if one.parity else Text(shown(one.replication_error), "red")
 
 
 def _flush_progress(one: CheckpointStatus, speeds: _Speeds) -> str | Text:

@@ -45,20 +45,25 @@ def warn_if_untested(package: str) -> None:
     It goes to the log. Python's warnings would end a job that makes errors of them, though the
     untested release may well work.
     """
+    if warning := untested(package):
+        log_once(warning, logging.WARNING)
+
+
+def untested(package: str) -> str:
+    """Return what to say of a release outside the tested range; "" for others, and for none."""
     first, end = TESTED[package]
-    found = _found(package)
+    found = installed(package)
     if found is None or _release(first) <= _release(found) < _release(end):
-        return
-    log_once(
+        return ""
+    return (
         f"dcp_mem hasn't been tested with {package} {found}: the tested releases are "
         f">={first},<{end}. It may work; before you rely on it, save and restore once and compare, "
-        f'or install one of those: pip install "{package}>={first},<{end}"',
-        logging.WARNING,
+        f'or install one of those: pip install "{package}>={first},<{end}"'
     )
 
 
-def _found(package: str) -> str | None:
-    """The version that runs, if it has been imported, else the one that is installed."""
+def installed(package: str) -> str | None:
+    """Return the version that runs, if it has been imported, else the one that is installed."""
     module = sys.modules.get(_MODULES.get(package, package.replace("-", "_")))
     running = getattr(module, "__version__", None)
     if isinstance(running, str):

@@ -8,7 +8,6 @@ warn_if_untested("accelerate")
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -137,12 +136,7 @@ class AcceleratorCheckpoints:
     def __enter__(self) -> AcceleratorCheckpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(flush=kind is None)
 
 

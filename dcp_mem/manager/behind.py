@@ -24,16 +24,17 @@ class Behind:
         held = [] if memory is None else memory.checkpoints()
         self._said = {(one.manifest.save_id, error) for one, error in _failures(held)}
 
-    def troubles(self) -> tuple[str, ...]:
-        """Find what has failed behind training on this node since the last call, and log it.
+    def look(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return what has failed behind training since the last look, and what was rejected.
 
-        Failures of checkpoints that an earlier run has left are logged only: its agent may still
+        Failures are logged. Those that an earlier run has left are logged only: its agent may still
         try them, after its trainers have died and so without a right to the storage.
         """
         session = open_session(self._settings)
-        held = [] if session is None else session.memory.checkpoints()
-        own = "" if session is None else saving_run(session.memory.directory)
-        found = []
+        if session is None:
+            return (), ()
+        held, own = session.memory.checkpoints(), saving_run(session.memory.directory)
+        failed = []
         for one, error in _failures(held):
             if (one.manifest.save_id, error) in self._said:
                 continue
@@ -41,16 +42,10 @@ class Behind:
             if is_first_of_node():
                 log.warning("%s: %s", one.name, error)
             if one.manifest.run == own:
-                found.append(f"{one.name}: {error}")
-        return tuple(found)
-
-    def rejections(self) -> tuple[str, ...]:
-        """Find what has been rejected behind training on this node since the last call."""
-        session = open_session(self._settings)
-        held = () if session is None else session.memory.checkpoints()
+                failed.append(f"{one.name}: {error}")
         new = [one for one in held if one.rejected and (one.name, one.rejected) not in self._said]
         self._said |= {(one.name, one.rejected) for one in new}
-        return tuple(f"{one.name}: rejected: {one.rejected}" for one in new)
+        return tuple(failed), tuple(f"{one.name}: rejected: {one.rejected}" for one in new)
 
 
 def _failures(held: list[LocalCheckpoint]) -> Iterator[tuple[LocalCheckpoint, str]]:

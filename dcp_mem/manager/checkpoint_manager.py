@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -141,14 +140,7 @@ class CheckpointManager:
         self._preemption.wait()
         started, until_next = time.monotonic(), self._pace.steps_until_next(number)
         failed = self._finish_begun()
-        found = attempt(
-            lambda: (
-                checked_metrics(metrics),
-                dict(wrong.value),
-                self._behind.troubles(),
-                self._behind.rejections(),
-            )
-        )
+        found = attempt(lambda: (checked_metrics(metrics), dict(wrong.value), *self._behind.look()))
         # The other ranks wait for this one: it takes part, with its error.
         figures, items, troubles, rejections = (
             found.value if found.error is None else ({}, {"": Refusing(found.error)}, (), ())
@@ -520,12 +512,7 @@ class CheckpointManager:
         self._is_closed = self._writer._saver.is_closed = False
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(flush=kind is None, keep_slots=kind is not None)
 
     def __repr__(self) -> str:

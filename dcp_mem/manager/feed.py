@@ -6,15 +6,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, replace
 from functools import partial
-from queue import Full, Queue
 
 import torch.distributed as dist
 
 from dcp_mem.comm import rank_in
 from dcp_mem.common.arguments import shown
 from dcp_mem.common.log import log
+from dcp_mem.common.parallel import KeptThreads
 from dcp_mem.common.values import HISTORIES, RECOVERIES, CheckpointStatus, State
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError
@@ -61,9 +62,9 @@ class Feed:
         self._told: set[tuple[str, ...]] = set()
         # Steps of the last saves, by name: a checkpoint that has left memory doesn't tell its own.
         self._steps: dict[str, int] = {}
-        self._events: Queue[Event | None] = Queue(_MOST_WAITING)
-        self._thread: threading.Thread | None = None
-        self._is_behind = False
+        self._thread = KeptThreads(1, "dcp_mem-trackers")
+        self._room = threading.Semaphore(_MOST_WAITING)
+        self._has_told = self._is_behind = False
         self._published = -math.inf
         self._look(lambda event: None)  # what earlier runs have left; clocks don't tell it apart
 
@@ -102,38 +103,33 @@ class Feed:
 
     def close(self) -> None:
         """Tell what has become known since the last save, and close the trackers."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        if not self._has_told:
             return
-        try:
-            self._events.put(None, timeout=_PATIENCE)
-            thread.join(_PATIENCE)
-        except Full:
-            pass
-        if thread.is_alive():
+        self._has_told, end = False, self._thread.submit(self._end)
+        self._thread.close()
+        if not wait([end], _PATIENCE).done:
             log.warning("trackers haven't taken all that they were told within %.0f s", _PATIENCE)
 
     def _put(self, event: Event) -> None:
         if not self._trackers or rank_in(self._group) != 0:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="dcp_mem-trackers", daemon=True)
-            self._thread.start()
-        try:
-            self._events.put_nowait(event)
-        except Full:
-            if not self._is_behind:
-                log.warning("trackers are far behind; further events are left out")
+        self._has_told = True
+        if self._room.acquire(blocking=False):
+            self._thread.submit(self._take, event)
+        elif not self._is_behind:
             self._is_behind = True
+            log.warning("trackers are far behind; further events are left out")
 
-    def _work(self) -> None:
-        while (event := self._events.get()) is not None:
-            self._tell(event)
-            if event.kind == "save":
-                self._note_step(event)
-                self._look(self._tell)
-                if time.monotonic() - self._published > _BETWEEN_STORIES:
-                    self._publish()
+    def _take(self, event: Event) -> None:
+        self._room.release()
+        self._tell(event)
+        if event.kind == "save":
+            self._note_step(event)
+            self._look(self._tell)
+            if time.monotonic() - self._published > _BETWEEN_STORIES:
+                self._publish()
+
+    def _end(self) -> None:
         self._look(self._tell)
         self._publish()
         for tracker in list(self._trackers):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import described, from_all_ranks, leaving_on_error
@@ -13,7 +12,7 @@ from dcp_mem.common.values import Outcome
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, DcpMemError, RankFailed
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.operations import housekeeping, rejecting
+from dcp_mem.operations import housekeeping
 from dcp_mem.operations.inventory import job_memory, list_checkpoints
 
 _BUSY_SECONDS = 60.0
@@ -22,36 +21,45 @@ _PAUSE = 0.05
 
 def reject(settings: Settings, ranks: Ranks, name: str, why: str) -> None:
     """Mark a checkpoint in memory and on storage. Raises CheckpointNotFound, RankFailed."""
-
-    def on_storage(rejected: Sequence[bool]) -> bool:
-        return rejecting.reject_on_storage(settings, name, why) or any(rejected)
-
-    in_memory = partial(rejecting.reject_in_memory, settings, name, why)
-    _on_all_ranks(settings, ranks, name, f"rejecting {name}", in_memory, on_storage)
+    _everywhere(
+        settings,
+        ranks,
+        name,
+        "rejecting",
+        lambda: housekeeping.reject_in_memory(settings, name, why),
+        lambda: housekeeping.reject_on_storage(settings, name, why),
+    )
 
 
 def delete(settings: Settings, ranks: Ranks, name: str) -> None:
     """Delete a checkpoint everywhere. Raises CheckpointNotFound, RankFailed."""
+    _everywhere(
+        settings,
+        ranks,
+        name,
+        "deleting",
+        lambda: _evict(settings, name),
+        lambda: housekeeping.delete_stored(settings, name),
+    )
 
-    def from_storage(evicted: Sequence[bool]) -> bool:
-        return housekeeping.delete_stored(settings, name) or any(evicted)
 
-    from_memory = partial(_evict, settings, name)
-    _on_all_ranks(settings, ranks, name, f"deleting {name}", from_memory, from_storage)
-
-
-def _on_all_ranks(
+def _everywhere(
     settings: Settings,
     ranks: Ranks,
     name: str,
-    what: str,
-    act: Callable[[], bool],
-    decide: Callable[[Sequence[bool]], bool],
+    doing: str,
+    in_memory: Callable[[], bool],
+    on_storage: Callable[[], bool],
 ) -> None:
-    """Act on every rank, decide on rank 0; raise on all ranks where one fails or nothing is."""
+    """Act in memory on every rank, then on storage on rank 0; both return whether it was there.
+    Raise on all ranks where one fails, or it was nowhere.
+    """
+    what = f"{doing} {name}"
     try:
         with leaving_on_error(ranks):
-            is_found = from_all_ranks(ranks, what, act, decide)
+            is_found = from_all_ranks(
+                ranks, what, in_memory, lambda were_there: on_storage() or any(were_there)
+            )
     except RankFailed:
         raise
     except Exception as error:

@@ -9,7 +9,6 @@ order in which to read:
 - `history`, `charts`, `report`: what became of a job's checkpoints, as a page.
 - `flush`, `export`, `safetensors_file`, `streams`: bring a checkpoint to storage or elsewhere, or
   read one stream of it.
-- `rejecting`: mark a checkpoint as not to be resumed from.
-- `housekeeping`: remove checkpoints, jobs and orphans.
+- `housekeeping`: remove checkpoints, jobs and orphans; mark checkpoints as not to be resumed from.
 - `doctor`: whether machine and storage are fit for training.
 """

@@ -11,11 +11,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from dcp_mem.comm.addresses import listening_socket
 from dcp_mem.common.mounts import mount_of
+from dcp_mem.common.releases import installed, untested
 from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import State
 from dcp_mem.errors import CheckpointExists, DcpMemError, gib
@@ -36,7 +36,6 @@ _RETRIES = RetryPolicy(
 )
 _LEAST_TMPFS_NBYTES = 1 << 30
 _LEAST_OPEN_FILES = 4096
-_OLDEST_TORCH, _NEWEST_TORCH = (2, 6), (2, 14)
 _MOST_SECONDS_APART = 30.0
 _SLOW_LOOKUP_SECONDS = 0.2
 _UNLIMITED = 1 << 60
@@ -86,25 +85,13 @@ def examine(
 
 def _versions() -> Iterator[Check]:
     yield judged("python", f"{platform.python_version()} on Linux {platform.release()}")
-    found = _version("torch")
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
-    if not numbers:
+    if (torch := installed("torch")) is None:
         yield judged("torch", "not installed", "pip install torch", Severity.FAIL)
     else:
-        is_tested = _OLDEST_TORCH <= numbers <= _NEWEST_TORCH
-        yield judged(
-            "torch", found, "" if is_tested else "dcp_mem is tested with torch 2.6 to 2.14"
-        )
-    packages = {name: _version(name) for name in ("fsspec", "s3fs", "adlfs", "gcsfs")}
-    installed = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
-    yield judged("storage packages", installed or "none")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+        yield judged("torch", torch, untested("torch"))
+    packages = {name: installed(name) for name in ("fsspec", "s3fs", "adlfs", "gcsfs")}
+    known = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
+    yield judged("storage packages", known or "none")
 
 
 # -- memory ----------------------------------------------------------------------------------------

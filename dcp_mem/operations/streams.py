@@ -11,7 +11,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property, partial
-from types import TracebackType
 from typing import Any, Protocol
 
 from dcp_mem.common.log import log
@@ -190,12 +189,7 @@ class OpenStreams:
     def __enter__(self) -> OpenStreams:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

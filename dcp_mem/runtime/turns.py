@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from weakref import WeakValueDictionary
 
 _POLL_SECONDS = 0.001
@@ -153,10 +152,5 @@ class Turn:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TypeVar
 
 from dcp_mem.common.log import log, log_once
@@ -207,29 +206,32 @@ class _Directory:
     def __init__(self, storage: StoredFiles, name: str) -> None:
         self._storage, self._name = storage, name
         self.entries = {entry.name: entry for entry in storage.ls(name)}
+        self._known: tuple[list[Manifest | str], dict[str, str]] | None = None
 
-    @cached_property
-    def _own(self) -> list[str]:
-        return [entry.name for entry in self._storage.ls(f"{self._name}/{names.OWN}")]
-
-    @cached_property
-    def _manifests(self) -> list[Manifest | str]:
-        """The manifests that attempts have put; for one that can't be read, the reason."""
-        own = [file for file in self._own if file.startswith("manifest-")]
-        files = [file for file in own if file.endswith(".json")]
-        return [_manifest(self._storage, f"{self._name}/{names.OWN}/{file}") for file in files]
-
-    @cached_property
-    def _rejections(self) -> dict[str, str]:
-        """Why saves were rejected, by save id."""
-        saves = _rejected_in(self._own)
-        return {save_id: _rejection(self._storage, self._name, save_id) for save_id in saves}
+    # No cached_property: before Python 3.12 it has one lock for all objects of a class, and names
+    # are looked at by many threads.
+    def _records(self) -> tuple[list[Manifest | str], dict[str, str]]:
+        """Return the manifests that attempts have put, or for one that can't be read the reason;
+        and by save id, why saves were rejected.
+        """
+        if self._known is None:
+            storage, own = self._storage, f"{self._name}/{names.OWN}"
+            files = [entry.name for entry in storage.ls(own)]
+            manifests = [
+                _manifest(storage, f"{own}/{file}")
+                for file in files
+                if file.startswith("manifest-") and file.endswith(".json")
+            ]
+            rejected = _rejected_in(files)
+            rejections = {one: _rejection(storage, self._name, one) for one in rejected}
+            self._known = manifests, rejections
+        return self._known
 
     def of_scope(self, scope: str) -> list[StoredCheckpoint]:
         """Return what the manifests of a scope describe; where none can be read, one without."""
         metadata = self.entries[names.metadata_file(scope)]
-        read = [one for one in self._manifests if isinstance(one, Manifest)]
-        rejections = self._rejections
+        manifests, rejections = self._records()
+        read = [one for one in manifests if isinstance(one, Manifest)]
         if ours := [manifest for manifest in read if manifest.scope == scope]:
             return [
                 replace(
@@ -238,7 +240,7 @@ class _Directory:
                 )
                 for manifest in ours
             ]
-        damaged = [manifest for manifest in self._manifests if isinstance(manifest, str)]
+        damaged = [manifest for manifest in manifests if isinstance(manifest, str)]
         return [self._undescribed(scope, damaged[0] if damaged else "")]
 
     def committed(self, scope: str) -> list[StoredCheckpoint]:

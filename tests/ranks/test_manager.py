@@ -356,7 +356,7 @@ def _trouble_on_one(root: str, url: str) -> None:
     manager = _manager(Path(root, f"node{rank}"), url, on_error="raise")
     manager.save(1, make_state(1))
     if rank == 1:
-        manager._behind.troubles = lambda: ("step-1: no room",)  # type: ignore[method-assign]
+        manager._behind.look = lambda: (("step-1: no room",), ())  # type: ignore[method-assign]
     with pytest.raises(FlushFailed, match=r"no room \(rank 1\)"):
         manager.save(2, make_state(2))
     with pytest.MonkeyPatch.context() as patch:

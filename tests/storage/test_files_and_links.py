@@ -25,7 +25,7 @@ from dcp_mem import CheckpointNotFound, FlushFailed, NoRecoverableCheckpoint, St
 from dcp_mem.cli.main import main
 from dcp_mem.flushing.parts import FlushJob, stored_sizes
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
+from dcp_mem.operations.housekeeping import reject_in_memory, reject_on_storage
 from dcp_mem.options import settings
 from dcp_mem.storage import Source
 from dcp_mem.storage.posix import PosixStorage

@@ -7,14 +7,9 @@ from click.testing import CliRunner
 
 from dcp_mem.cli.main import main
 from dcp_mem.operations.doctor import Check, Severity
-from dcp_mem.operations.network import (
-    NodeNetwork,
-    NodeTransport,
-    judge_network,
-    judge_transport,
-)
+from dcp_mem.operations.network import Node, judge_network, judge_transport
 
-GOOD = NodeNetwork(
+GOOD = Node(
     rank=0,
     host="node-0",
     address="10.0.0.1",
@@ -26,13 +21,13 @@ GOOD = NodeNetwork(
 )
 
 
-def _nodes(count: int, **differing: object) -> list[NodeNetwork]:
+def _nodes(count: int, **differing: object) -> list[Node]:
     """Nodes of which the last one differs."""
     nodes = [replace(GOOD, rank=rank, host=f"node-{rank}") for rank in range(count)]
     return [*nodes[:-1], replace(nodes[-1], **differing)]  # type: ignore[arg-type]
 
 
-def _checks(nodes: list[NodeNetwork]) -> dict[str, Check]:
+def _checks(nodes: list[Node]) -> dict[str, Check]:
     return {check.name: check for check in judge_network(nodes)}
 
 
@@ -85,9 +80,7 @@ def test_alone_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- with --transport ------------------------------------------------------------------------------
 
-TRANSPORT = NodeTransport(
-    rank=0, host="node-0", trouble="", devices=("mlx5_0",), rate=40e9, cpu=0.02e-9
-)
+TRANSPORT = Node(rank=0, host="node-0", devices=("mlx5_0",), rate=40e9, cpu=0.02e-9)
 
 
 def _transport_checks(**differing: object) -> dict[str, Check]:
