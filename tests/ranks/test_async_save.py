@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -106,18 +105,6 @@ def _is_there(places: Places, writer: MemoryStorageWriter, name: str, state: Sta
         dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
-def test_saves_in_threads_and_plain_ones_follow_each_other(places: Places, ranks: int) -> None:
-    forked_ranks(_saves_asynchronously, ranks, places, ["thread"] * 4, timeout=100)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_saves_by_dcp_mem_and_by_dcp_follow_each_other(places: Places, ranks: int) -> None:
-    forked_ranks(
-        _saves_asynchronously, ranks, places, [OWN, "thread", OWN, OWN, "thread"], timeout=100
-    )
-
-
 @needs_processes
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
 def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
@@ -180,41 +167,6 @@ def test_a_kill_of_the_process_that_saves_leaves_the_checkpoint_before(
     forked_ranks(_is_killed_where_it_saves, 1, places, point, timeout=100)
 
 
-def test_asynchronous_saves_work_without_a_process_group(places: Places) -> None:
-    forked(_saves_asynchronously, places, ["thread"] * 4)
-
-
-class _Fails(dcp.DefaultSavePlanner):
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        if dist.get_rank() == 1:
-            raise LookupError("no data")
-        return super().resolve_data(write_item)
-
-
-def _fails_asynchronously(places: Places, executor: str) -> list[str]:
-    errors = []
-    with places.writer(persist=False) as writer:
-        for step in range(2):
-            _start(writer, _state(step), f"good-{step}", executor).result(timeout=60)
-            try:
-                _start(writer, _state(-1), "bad", executor, planner=_Fails()).result(timeout=60)
-            except BaseException as error:  # torch's CheckpointException is no Exception
-                errors.append(str(error))
-            dist.barrier()
-            comes_back(places, f"good-{step}", _state(step), roads=("memory", "stock from memory"))
-            dist.barrier()
-    return errors
-
-
-@pytest.mark.parametrize("executor", [*EXECUTORS, OWN])
-def test_an_asynchronous_save_that_fails_on_one_rank_fails_on_all_and_harms_nothing(
-    places: Places, executor: str
-) -> None:
-    for errors in forked_ranks(_fails_asynchronously, 2, places, executor, timeout=100):
-        assert len(errors) == 2
-        assert all("LookupError: no data" in error for error in errors), errors
-
-
 def _fails_before_it_calls_the_writer(places: Places, executor: str) -> None:
     set_up = dcp.state_dict_saver._storage_setup
 
@@ -243,36 +195,6 @@ def test_a_save_that_fails_before_it_calls_the_writer_holds_up_no_other(
     places: Places, executor: str
 ) -> None:
     forked(_fails_before_it_calls_the_writer, places, executor)
-
-
-def _fails_on_one_rank_to_make_its_state(places: Places) -> list[str]:
-    class Refuses:
-        def state_dict(self) -> State:
-            raise LookupError("no state")
-
-        def load_state_dict(self, state: State) -> None: ...
-
-    errors = []
-    with places.writer(persist=False) as writer:
-        for step in range(2):
-            _start(writer, _state(step), f"good-{step}", OWN).result(timeout=60)
-            bad = {"w": Refuses() if dist.get_rank() else torch.ones(3)}
-            try:
-                _start(writer, bad, "bad", OWN).result(timeout=60)
-            except BaseException as error:  # torch's CheckpointException is no Exception
-                errors.append(str(error))
-            dist.barrier()
-            comes_back(places, f"good-{step}", _state(step), roads=("memory",))
-            dist.barrier()
-    return errors
-
-
-def test_a_state_that_one_rank_cannot_make_fails_the_asynchronous_save_on_all(
-    places: Places,
-) -> None:
-    for errors in forked_ranks(_fails_on_one_rank_to_make_its_state, 2, places, timeout=100):
-        assert len(errors) == 2
-        assert all("no state" in error for error in errors), errors
 
 
 def _uses_of_dcps_own_call(places: Places) -> dict[str, int]:

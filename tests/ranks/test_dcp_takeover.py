@@ -44,7 +44,6 @@ from torch.distributed.remote_device import _remote_device
 import dcp_mem
 from dcp_mem import EntriesMissing, MemoryStorageWriter
 from dcp_mem import reader as reader_module
-from dcp_mem.comm.agreement import described
 from dcp_mem.common import faults
 from dcp_mem.common import log as log_module
 from dcp_mem.errors import CheckpointNotFound
@@ -63,6 +62,7 @@ from tests.support.checkpoints.plans import (
     assert_same_content,
     load_by_torch,
     logged,
+    planned,
     save_by_torch,
     why_torch_plans,
 )
@@ -130,11 +130,6 @@ def _failures_of(act: Callable[[], object]) -> dict[int, BaseException]:
 
 def _load(places: Places, name: str, into: State, **options: Any) -> State:
     return places.load("memory", name, into, **options)
-
-
-def _newest(places: Places, into: State) -> State:
-    dcp.load(into, storage_reader=places.reader("memory", ""))
-    return into
 
 
 # -- the caller's planner --------------------------------------------------------------------------
@@ -298,9 +293,10 @@ def test_what_all_ranks_hold_goes_to_the_lowest_rank_where_the_planner_says_so(
     forked_ranks(_saves_to_the_lowest_rank_in_turn, 2, places)
 
 
-def _saves_with_plan_caching(places: Places, one_planner: bool) -> None:
+def _saves_changing_plans(places: Places, options: dict[str, bool], one_planner: bool) -> None:
+    """Each rank's part changes at another time; the others' stay as they were."""
     rank = dist.get_rank()
-    kept = DefaultSavePlanner(enable_plan_caching=True)
+    kept = DefaultSavePlanner(**options)
     with places.writer(keep_memory=3, persist=False) as writer, _torch_plans() as by_torch:
         for step, (of_first, of_second) in enumerate(
             [(3, 3), (3, 3), (9, 3), (9, 3), (9, 4000), (2, 5), (2, 5), (0, 5), (3, 3)]
@@ -309,23 +305,27 @@ def _saves_with_plan_caching(places: Places, one_planner: bool) -> None:
             state = {**_state(step), f"more.{rank}": torch.full((size,), rank + step)}
             if step in (3, 6) and rank == 1:
                 state["new"] = {"group": torch.full((5,), step)}
-            planner = kept if one_planner else DefaultSavePlanner(enable_plan_caching=True)
-            options = {"checkpoint_id": f"{step}", "storage_writer": writer}
-            returned = dcp.save(state, planner=planner, **options)
+            planner = kept if one_planner else DefaultSavePlanner(**options)
+            target = {"checkpoint_id": f"{step}", "storage_writer": writer}
+            returned = dcp.save(state, planner=planner, **target)
             comes_back(places, f"{step}", state, roads=FROM_MEMORY)
             assert not by_torch
-            options["checkpoint_id"] = "torch"
-            theirs = dcp.save(state, planner=TorchPlanner(enable_plan_caching=True), **options)
+            target["checkpoint_id"] = "torch"
+            theirs = dcp.save(state, planner=TorchPlanner(**options), **target)
             by_torch.clear()
             assert_same_content(returned, theirs)
             comes_back(places, "torch", state, roads=FROM_MEMORY)
             dist.barrier()
 
 
-@pytest.mark.skipif(not CACHING, reason=f"torch {torch.__version__} caches no plans")
 @pytest.mark.parametrize("one_planner", [False, True], ids=["a planner each", "one planner"])
-def test_plan_caching_follows_structures_that_change(places: Places, one_planner: bool) -> None:
-    forked_ranks(_saves_with_plan_caching, 2, places, one_planner)
+@pytest.mark.parametrize("options", [{}, {"enable_plan_caching": True}], ids=["plain", "caching"])
+def test_plans_follow_structures_that_change_on_one_rank(
+    places: Places, options: dict[str, bool], one_planner: bool
+) -> None:
+    if options and not CACHING:
+        pytest.skip(f"torch {torch.__version__} caches no plans")
+    forked_ranks(_saves_changing_plans, 2, places, options, one_planner)
 
 
 def _saves_structures_in_turn(places: Places) -> list[str]:
@@ -336,13 +336,13 @@ def _saves_structures_in_turn(places: Places) -> list[str]:
             dcp.save(_state(step) | more, checkpoint_id=f"{step}", storage_writer=writer)
             comes_back(places, f"{step}", _state(step) | more, roads=FROM_MEMORY)
             dist.barrier()
-    return [line.split()[1] for line in lines if line.startswith("planned ")]
+    return planned(lines)
 
 
 @RANKS
 def test_a_structure_is_planned_for_once_and_then_recognised(places: Places, ranks: int) -> None:
-    for planned in forked_ranks(_saves_structures_in_turn, ranks, places):
-        assert planned == ["0", "2"]
+    for names in forked_ranks(_saves_structures_in_turn, ranks, places):
+        assert names == ["0", "2"]
 
 
 # -- what travels ----------------------------------------------------------------------------------
@@ -525,11 +525,11 @@ def test_metadata_that_is_pickled_within_another_save_is_whole(places: Places) -
 
 def _saves_where_there_is_no_room(places: Places) -> None:
     with places.writer(memory_limit="1KiB", on_full="skip", persist=False) as writer:
-        returned = dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
-        assert returned == Metadata({})
+        for save in (dcp_mem.save, dcp.save):
+            assert save(_state(1), checkpoint_id="a", storage_writer=writer) == Metadata({})
         if dist.is_initialized():
             dist.barrier()  # rank 0 notes it for the node
-        assert [one.state.value for one in writer.status()] == ["skipped"]
+        assert {one.state.value for one in writer.status()} == {"skipped"}
         if dist.is_initialized():
             dist.barrier()  # closing writers may remove it
 
@@ -730,109 +730,6 @@ def test_why_torch_plans_a_load_is_logged_once(
     said = [one.message for one in caplog.records if "left to torch's planner" in one.message]
     assert len(said) == 1
     assert "a planner of its own, TorchLoadPlanner" in said[0]
-
-
-# -- ranks that fail -------------------------------------------------------------------------------
-
-FAILURES = {
-    "name": ("ConfigError", "is no name under"),
-    "open": ("MemoryUnavailable", "does not exist"),
-    "plan": ("OSError", "no state today"),
-    "save.agreed": ("FaultInjected", "fault injected"),
-    "stage.claimed": ("FaultInjected", "fault injected"),
-    "stage.copied": ("FaultInjected", "fault injected"),
-    "stage.sealed": ("FaultInjected", "fault injected"),
-    "complete.receipts": ("FaultInjected", "fault injected"),
-}
-"""Where a rank fails, and what its failure is called and says."""
-
-
-class _Unpicklable:
-    """A byte item that can't be pickled."""
-
-    def __reduce__(self) -> Any:
-        raise OSError(5, "no state today")
-
-
-def _fails_in_every_step(places: Places) -> None:
-    rank = dist.get_rank()
-    good = 0
-    with places.writer(persist=False) as writer, _torch_plans() as by_torch:
-
-        def save_well() -> None:
-            nonlocal good
-            good += 1
-            dcp.save(_state(good), checkpoint_id=f"good-{good}", storage_writer=writer)
-            assert not by_torch
-            comes_back(places, f"good-{good}", _state(good), roads=FROM_MEMORY)
-            dist.barrier()
-
-        def check(failures: dict[int, BaseException], where: str, failing: int) -> None:
-            kind, text = FAILURES[where]
-            assert failing in failures, (where, failing, failures)
-            failed = described(failures[failing])
-            # A rank that leaves the others tells them its error's text, and no exchange follows.
-            assert failed.startswith(kind if rank == failing else (kind, "RankFailed")), failed
-            assert kind in failed, (where, failures)
-            assert text in failed, (where, failures)
-            for other, error in failures.items():
-                assert other == failing or f"rank {failing}: " in str(error), (where, failures)
-            comes_back(places, f"good-{good}", _state(good), roads=FROM_MEMORY)
-            # Rank 1 isn't needed once it has told that it sealed.
-            newest = {good, 99} if (where, failing) == ("complete.receipts", 1) else {good}
-            assert _newest(places, blank_of(_state(0)))["step"] in newest, (where, failing)
-            dist.barrier()
-
-        save_well()
-        for where in FAILURES:
-            for failing in (0, 1):
-                is_failing = rank == failing
-                used, name, state = writer, "bad", _state(99)
-                if where == "name" and is_failing:
-                    name = "../bad"
-                elif where == "open" and is_failing:
-                    used = dataclasses.replace(places, memory=f"{places.memory}/no/root").writer()
-                elif where == "plan" and is_failing:
-                    state[f"own.{rank}"]["note"] = _Unpicklable()
-                elif "." in where and is_failing:
-                    faults.arm(f"{where}:raise:1")
-                for _ in range(2 if where == "name" else 1):
-                    failures = _failures_of(
-                        lambda: dcp.save(state, checkpoint_id=name, storage_writer=used)  # noqa: B023
-                    )
-                    check(failures, where, failing)
-                faults.arm("")
-                save_well()
-        odd = {**_state(99), "model": {"w": torch.ones(4, *[1] * rank)}}
-        for _ in range(2):
-            failures = _failures_of(
-                lambda: dcp.save(odd, checkpoint_id="bad", storage_writer=writer)
-            )
-            assert failures
-            assert "model.w" in str(next(iter(failures.values())))
-            comes_back(places, f"good-{good}", _state(good), roads=FROM_MEMORY)
-            dist.barrier()
-            save_well()
-        for _ in range(3):
-            faults.arm("complete.catalog:raise:1" if rank == 0 else "")
-            failures = _failures_of(
-                lambda: dcp.save(
-                    {**_state(99), f"new.{good}": 1}, checkpoint_id="bad", storage_writer=writer
-                )
-            )
-            faults.arm("")
-            assert isinstance(failures.get(0), faults.FaultInjected)
-            save_well()
-        job = Path(places.memory, places.job)
-        assert len([*job.rglob("*.slot"), *job.rglob("*.distcp")]) <= 2 * (2 + 1)
-        dist.barrier()
-
-
-@pytest.mark.timeout(240)
-def test_a_rank_that_fails_anywhere_fails_the_save_on_all_by_its_name_and_nothing_else(
-    places: Places,
-) -> None:
-    forked_ranks(_fails_in_every_step, 2, places, env={"DCP_MEM_TIMEOUT": "30"}, timeout=200)
 
 
 # -- the order of DCP's contract -------------------------------------------------------------------

@@ -51,7 +51,6 @@ from tests.support.processes.kill_targets import (
     save_for_mortal_agent,
     slots_in,
     stock_steps,
-    survive,
     wait_for,
     wait_until_durable,
 )
@@ -199,35 +198,6 @@ def test_kill_of_all_ranks_leaves_the_staged_checkpoint_or_the_previous_one(
     ranks.join(killed={0, 1})
     check_memory(place, 2, {newest_after(point)})
     check_restart(place, 2, {newest_after(point)})
-
-
-@pytest.mark.parametrize(
-    ("point", "rank", "world_size"),
-    [
-        # Not the first point: up to there no rank fails by itself.
-        *((point, 0, None) for point in SAVE_POINTS[1:]),
-        *((point, 0, 2) for point in SAVE_POINTS[1:]),
-        *((point, 1, 2) for point in OF_BOTH[1:]),
-    ],
-)
-def test_error_at_any_point_of_a_save_reaches_all_ranks_and_training_goes_on(
-    point: str, rank: int, world_size: int | None, memory_root: Path
-) -> None:
-    place = Place(str(memory_root))
-    after = [4, 5, 6, 7, 8]
-    newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
-    env = on(OF_DCP, point, shift=rank + (world_size or 1))
-    for number, survived in enumerate(
-        forked(
-            survive, world_size, place, [1, 2], 3, {rank: f"{point}:raise:1"}, after, env=env
-        ).join()
-    ):
-        if number == rank or point not in AFTER_THE_VOTE:
-            assert f"fault injected at {point}" in survived.error
-        assert isinstance(survived.found, Loaded), survived.found
-        assert survived.found.step in newest
-        assert max(survived.slots) <= (place.keep + 1) * (world_size or 1), survived.slots
-    assert slots_in(place) == place.keep * (world_size or 1)
 
 
 @pytest.mark.parametrize("point", SAVE_POINTS)

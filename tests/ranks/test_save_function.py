@@ -1,7 +1,6 @@
 """`dcp_mem.save` in real runs: planned once, then recognised, with what torch's planner makes."""
 
 import functools
-import inspect
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import dcp_mem
-from dcp_mem import ConfigError, DcpMemError, MemoryStorageWriter, RankFailed
-from dcp_mem.common import faults
-from dcp_mem.common.faults import POINTS
+from dcp_mem import MemoryStorageWriter, RankFailed
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.plan_columns import NotDescribable
 from dcp_mem.planning.state_structure import Structure
@@ -41,6 +38,7 @@ from tests.support.checkpoints.plans import (
     TorchPlanner,
     assert_same_content,
     logged,
+    planned,
     save_by_torch,
     why_torch_plans,
 )
@@ -85,13 +83,6 @@ def _came_back(
     _barrier()
 
 
-def _planned(lines: list[str]) -> list[str]:
-    """Names of the checkpoints that were planned, going by the log."""
-    return [
-        line.split()[1] for line in lines if line.startswith("planned ") and " ranks in " in line
-    ]
-
-
 def _planned_by_torch(lines: list[str]) -> list[str]:
     """Why saves were left to torch, besides those that tests compare with."""
     return [reason for reason in why_torch_plans(lines) if TorchPlanner.__name__ not in reason]
@@ -102,15 +93,18 @@ def _planned_by_torch(lines: list[str]) -> list[str]:
 
 def _saves_sharded(places: Places, prefix: str, earlier: list[str]) -> None:
     """Save every sharding as torch does; first load, resharded, what other worlds saved."""
-    with places.writer(keep_memory=9) as writer:
+    with places.writer(keep_memory=19) as writer:
         for name in earlier:
-            sharded_state_comes_back(places, name, FROM_MEMORY)
+            sharded_state_comes_back(places, name)
         rank = dist.get_rank()
         state = {**sharded_state(full_tensor, prefix), **unsharded_items()}
         state[f"own.{rank}"] = torch.full((3,), rank)
         returned = _save(writer, state, prefix)
-        _came_back(places, prefix, state, ("memory", "stock from storage"))
         by_torch = save_by_torch(state, checkpoint_id=f"{prefix}-by-torch", storage_writer=writer)
+        writer.wait(f"{prefix}-by-torch", timeout=60)
+        _barrier()
+        for name in (prefix, f"{prefix}-by-torch"):
+            _came_back(places, name, state, ROADS)
         stored = {name: places.metadata(name) for name in (prefix, f"{prefix}-by-torch")}
         _assert_same_metadata(returned, by_torch)
         _assert_same_metadata(stored[prefix], stored[f"{prefix}-by-torch"])
@@ -134,9 +128,11 @@ def test_sharded_state_comes_back_in_any_world_size_and_its_metadata_is_that_of_
 ) -> None:
     forked_ranks(_saves_sharded, 2, places, "two", [], timeout=100)
     forked_ranks(_saves_sharded, 4, places, "four", ["two"], timeout=150)
-    for name in ("two", "four"):
+    forked_ranks(_saves_sharded, 2, places, "again", ["four", "two"], timeout=100)
+    for name in ("two", "four", "again"):
         expected = {**unsharded_state(name, full_tensor), **unsharded_items()}
-        comes_back(places, name, expected, roads=ROADS)
+        for saved in (name, f"{name}-by-torch"):
+            comes_back(places, saved, expected)
 
 
 class _Counter:
@@ -207,7 +203,7 @@ def _saves_training_state(places: Places) -> list[str]:
         assert torch.equal(counter.history, torch.arange(3.0))
         _barrier()
     assert not _planned_by_torch(lines)
-    return _planned(lines)
+    return planned(lines)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -215,24 +211,41 @@ def test_training_state_comes_back_and_is_planned_once(places: Places, world: in
     assert forked_ranks(_saves_training_state, world, places) == [["step-0"]] * world
 
 
-def _saves_models(places: Places, kinds: list[str]) -> None:
+def _trains_and_resumes(places: Places, kinds: list[str]) -> None:
+    """Save between steps and train on; resume from the save on every road, to the same bits."""
     with places.writer(keep_memory=9) as writer:
         for kind in kinds:
             model, optimizer = build_model(kind, seed=1)
-            for step in range(2):
-                train_model(model, optimizer, step, 1)
-                state = model_state(model, optimizer, step)
-                returned = _save(writer, state, f"{kind}-{step}")
-                _came_back(places, f"{kind}-{step}", state)
-            _assert_same_metadata(
-                returned, save_by_torch(state, checkpoint_id="by-torch", storage_writer=writer)
-            )
-            _barrier()
+            train_model(model, optimizer, 0, 2)
+            saved = model_state(model, optimizer, 2)
+            returned = _save(writer, saved, kind)
+            by_torch = save_by_torch(saved, checkpoint_id="by-torch", storage_writer=writer)
+            _assert_same_metadata(returned, by_torch)
+            train_model(model, optimizer, 2, 2)
+            for road in ROADS:
+                resumed, its_optimizer = build_model(kind, seed=7)
+                state = model_state(resumed, its_optimizer, 0)
+                places.load(road, kind, state)
+                set_state_dict(
+                    resumed,
+                    its_optimizer,
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                )
+                assert state["step"] == 2
+                train_model(resumed, its_optimizer, 2, 2)
+                assert_same(
+                    model_state(model, optimizer, 4), model_state(resumed, its_optimizer, 4), road
+                )
+
+
+def test_fsdp_training_resumes_bit_for_bit(places: Places) -> None:
+    forked_ranks(_trains_and_resumes, 2, places, ["fsdp"], timeout=100)
 
 
 @pytest.mark.timeout(240)
-def test_models_of_every_parallelism_come_back(places: Places) -> None:
-    forked_ranks(_saves_models, 4, places, ["hsdp", "tensor-parallel"], timeout=200)
+def test_hybrid_and_tensor_parallel_training_resumes_bit_for_bit(places: Places) -> None:
+    forked_ranks(_trains_and_resumes, 4, places, ["hsdp", "tensor-parallel"], timeout=200)
 
 
 def _saves_replicated(places: Places) -> list[int]:
@@ -282,7 +295,7 @@ def _saves_of_any_sharding(places: Places, seeds: list[int]) -> list[str]:
             )
             _barrier()
     assert not _planned_by_torch(lines)
-    return _planned(lines)
+    return planned(lines)
 
 
 @pytest.mark.timeout(240)
@@ -318,7 +331,7 @@ def _saves_odd_tensors(places: Places) -> list[str]:
             for state in ({**plain, **odd}, plain):
                 _save(writer, state, f"odd-{number}")
                 _came_back(places, f"odd-{number}", state)
-    return _planned(lines)
+    return planned(lines)
 
 
 def test_tensors_that_are_not_what_their_pointers_say_are_seen_on_every_save(
@@ -367,7 +380,7 @@ def _saves_with_changes(places: Places) -> list[str]:
             assert returned == places.metadata(f"{step}")
             _came_back(places, f"{step}", state, ROADS if step == 10 else FROM_MEMORY)
     assert not _planned_by_torch(lines)
-    return _planned(lines)
+    return planned(lines)
 
 
 def test_a_change_on_one_rank_makes_all_plan_anew(places: Places) -> None:
@@ -388,7 +401,7 @@ def _saves_models_in_turn(places: Places, models: int) -> list[str]:
                 dcp_mem.save(state, checkpoint_id=name, storage_writer=writer)
                 _barrier()
                 _came_back(places, name, state, ("memory",))
-    return _planned(lines)
+    return planned(lines)
 
 
 @pytest.mark.parametrize("models", [2, 4])
@@ -415,7 +428,7 @@ def _saves_with_one_rank_going_to_and_fro(places: Places) -> list[str]:
             _barrier()
             _came_back(places, f"{step}", state)
     assert not _planned_by_torch(lines)
-    return _planned(lines)
+    return planned(lines)
 
 
 def test_a_rank_that_goes_to_and_fro_between_two_structures_is_followed_by_the_others(
@@ -426,60 +439,6 @@ def test_a_rank_that_goes_to_and_fro_between_two_structures_is_followed_by_the_o
     )
     assert first == second
     assert first[:2] == ["0", "1"]
-
-
-def _saves_by_two_writers(places: Places, other: Places) -> list[str]:
-    with places.writer() as one, other.writer() as two, logged() as lines:
-        for step in range(3):
-            state = {"a": rows_of_five(5, first=step), "step": step}
-            _save(one, state, f"{step}")
-            _save(two, {**state, "b": torch.ones(step + 1)}, f"{step}")
-            _came_back(places, f"{step}", state)
-            _came_back(other, f"{step}", {**state, "b": torch.ones(step + 1)})
-    return _planned(lines)
-
-
-def test_jobs_saved_in_turn_have_plans_of_their_own(places: Places, tmp_path: Path) -> None:
-    other = Places(places.memory, str(tmp_path / "other"), "other-job")
-    assert forked_ranks(_saves_by_two_writers, 2, places, other) == [["0", "0", "1", "2"]] * 2
-
-
-def _saves_on_both_roads_in_turn(places: Places) -> list[str]:
-    with places.writer() as writer, logged() as lines:
-        for step in range(6):
-            state = {
-                "a": rows_of_five(5, first=step),
-                "step": "x" * step,
-                "t": torch.full((step // 4 + 1,), step),
-            }
-            if step % 2:
-                places.save(writer, state, "latest", planner=TorchPlanner())
-                _barrier()
-            else:
-                _save(writer, state, "latest")
-            _came_back(places, "latest", state, ROADS)
-    return _planned(lines)
-
-
-def test_one_writer_serves_both_roads(places: Places) -> None:
-    assert forked_ranks(_saves_on_both_roads_in_turn, 2, places) == [["latest"] * 2] * 2
-
-
-def _saves_with_new_writers(places: Places) -> list[str]:
-    with logged() as lines:
-        for step in range(3):
-            with places.writer() as writer:
-                state = {"a": rows_of_five(5, first=step), "step": "x" * step}
-                _save(writer, state, f"{step}")
-                _came_back(places, f"{step}", state)
-            if step == 0:
-                _barrier()
-    return _planned(lines)
-
-
-def test_a_closed_writer_is_followed_by_another(places: Places) -> None:
-    first, second = forked_ranks(_saves_with_new_writers, 2, places)
-    assert first == second
 
 
 # -- DTensors that change --------------------------------------------------------------------------
@@ -596,77 +555,12 @@ def test_a_save_returns_on_no_rank_before_the_checkpoint_is_complete(places: Pla
     assert forked_ranks(_saves_with_a_slow_leader, 2, places) == [["0", "1,0"]] * 2
 
 
-def _fails_at_every_point(places: Places) -> dict[str, Exception | None]:
-    """Raise at each named point of a save, on either rank; save well before and after each."""
-    rank, errors = dist.get_rank(), {}
-
-    def state(step: int) -> State:
-        return {
-            "rows": rows_of_five(4, first=step),
-            f"own.{rank}": torch.full((9,), rank + step),
-            "step": step,
-        }
-
-    with places.writer(keep_memory=2, persist=False) as writer:
-        for good, (point, failing) in enumerate(
-            (point, failing) for point in FAILING_POINTS for failing in (0, 1)
-        ):
-            _save(writer, state(good), f"good-{good}", wait=False)
-            if rank == failing:
-                faults.arm(f"{point}:raise:1")
-            error = raised_by(
-                lambda: dcp_mem.save(state(-1), checkpoint_id="bad", storage_writer=writer)
-            )
-            errors[f"{point} on rank {failing}"] = error
-            faults.arm("")
-            _barrier()
-            _came_back(places, f"good-{good}", state(good))
-        _save(writer, state(99), "last", wait=False)
-        _came_back(places, "last", state(99))
-        job = Path(places.memory, places.job)
-        assert len([*job.rglob("*.slot"), *job.rglob("*.distcp")]) <= 2 * (2 + 1), (
-            "failed saves have kept their slots"
-        )
-        _barrier()
-    return errors
-
-
-FAILING_POINTS = [
-    point
-    for point in POINTS
-    if point.partition(".")[0] in ("save", "stage", "complete")
-    and point
-    not in ("complete.manifest", "complete.evicted", "save.finished")  # it is complete then
-]
-
-
-def test_an_error_at_any_point_before_it_is_complete_fails_the_save_on_every_rank(
-    places: Places,
-) -> None:
-    first, second = forked_ranks(_fails_at_every_point, 2, places, env={"DCP_MEM_TIMEOUT": "30"})
-    passed_by_leaders_only = {"complete.catalog on rank 1"}
-    silent = {name for name in first if first[name] is None or second[name] is None}
-    assert silent == passed_by_leaders_only
-    for name in first.keys() - passed_by_leaders_only:
-        failing, other = (first, second) if name.endswith("0") else (second, first)
-        assert isinstance(failing[name], faults.FaultInjected), name
-        assert isinstance(other[name], RankFailed), name
-
-
 # -- errors ----------------------------------------------------------------------------------------
 
 
 class _Unsaveable:
     def __reduce__(self) -> Any:
         raise OSError(5, "this one can't be pickled")
-
-
-class _Raising:
-    def state_dict(self) -> State:
-        raise KeyError("no state today")
-
-    def load_state_dict(self, state: State) -> None:
-        raise AssertionError
 
 
 def _bad_parts() -> dict[str, State]:
@@ -729,127 +623,6 @@ def test_what_fails_on_one_rank_fails_on_all_and_harms_no_other_save(places: Pla
         assert isinstance(first[message], RankFailed), message
 
 
-def _saves_raising_objects(places: Places) -> Exception | None:
-    state = {"a": rows_of_five(4), "step": 1}
-    with places.writer() as writer:
-        _save(writer, state, "good")
-        bad = {**state, "object": _Raising() if dist.get_rank() == 1 else _Counter(1)}
-        error = raised_by(lambda: dcp_mem.save(bad, checkpoint_id="bad", storage_writer=writer))
-        _barrier()
-        _came_back(places, "good", state)
-        _save(writer, state, "after")
-        _came_back(places, "after", state)
-    return error
-
-
-def test_an_object_whose_state_dict_raises_on_one_rank_fails_the_save_on_all(
-    places: Places,
-) -> None:
-    first, second = forked_ranks(_saves_raising_objects, 2, places, env={"DCP_MEM_TIMEOUT": "30"})
-    assert isinstance(second, KeyError)
-    assert isinstance(first, RankFailed)
-    assert [rank for rank, _ in first.failures] == [1]
-    assert "no state today" in str(first)
-
-
-def _opens_on_one_rank_only(places: Places, refused: str) -> Exception | None:
-    """Open a second writer whose memory root is refused on rank 1, after a good save."""
-    state = {"a": rows_of_five(4), "step": 1}
-    with places.writer() as writer:
-        _save(writer, state, "good")
-    _barrier()
-    root = refused if dist.get_rank() == 1 else places.memory
-    writer = MemoryStorageWriter(places.url, memory_root=root, job=places.job, agent="thread")
-    error = raised_by(lambda: dcp_mem.save(state, checkpoint_id="bad", storage_writer=writer))
-    _barrier()
-    _came_back(places, "good", state)
-    with places.writer() as writer:
-        _save(writer, state, "after")
-        _came_back(places, "after", state)
-    return error
-
-
-def test_memory_that_one_rank_can_not_open_later_on_fails_the_save_on_all(
-    places: Places, tmp_path: Path
-) -> None:
-    refused = tmp_path / "open to all"
-    refused.mkdir()
-    refused.chmod(0o777)
-    first, second = forked_ranks(
-        _opens_on_one_rank_only, 2, places, str(refused), env={"DCP_MEM_TIMEOUT": "30"}
-    )
-    assert isinstance(second, DcpMemError)
-    assert not isinstance(second, RankFailed)
-    assert isinstance(first, RankFailed)
-    assert [rank for rank, _ in first.failures] == [1]
-
-
-def _calls_wrongly(places: Places) -> list[Exception | None]:
-    rank, state = dist.get_rank(), {"a": rows_of_five(4), "step": 1}
-    with places.writer(
-        keep_memory=1, overwrite=False, memory_limit="32MiB", on_full="raise"
-    ) as writer:
-        _save(writer, state, "good")
-        errors = [
-            raised_by(lambda: dcp_mem.save(state, storage_writer=writer)),
-            raised_by(lambda: dcp_mem.save(state, checkpoint_id="../x", storage_writer=writer)),
-            raised_by(
-                lambda: dcp_mem.save(state, checkpoint_id=f"of-{rank}", storage_writer=writer)
-            ),
-            raised_by(lambda: dcp_mem.save(state, checkpoint_id="good", storage_writer=writer)),
-            raised_by(
-                lambda: dcp_mem.save(
-                    {"b": torch.zeros(16 << 20)}, checkpoint_id="large", storage_writer=writer
-                )
-            ),
-        ]
-        _barrier()
-        _came_back(places, "good", state)
-        _save(writer, state, "after")
-        _came_back(places, "after", state)
-    return errors
-
-
-def test_calls_that_can_not_work_raise_the_same_on_all_ranks(places: Places) -> None:
-    for errors in forked_ranks(_calls_wrongly, 2, places, env={"DCP_MEM_TIMEOUT": "20"}):
-        assert list(map(type, errors)) == [
-            ConfigError,
-            ConfigError,
-            ConfigError,
-            dcp_mem.CheckpointExists,
-            dcp_mem.MemoryBudgetExceeded,
-        ]
-        assert "checkpoint_id=" in str(errors[0])
-
-
-def _saves_without_a_name(places: Places) -> Exception | None:
-    with places.writer() as writer:
-        return raised_by(lambda: dcp_mem.save({"a": torch.ones(2)}, storage_writer=writer))
-
-
-def test_a_checkpoint_id_is_needed(places: Places) -> None:
-    assert isinstance(forked(_saves_without_a_name, places), ConfigError)
-    for error in forked_ranks(_saves_without_a_name, 2, places, env={"DCP_MEM_TIMEOUT": "20"}):
-        assert isinstance(error, DcpMemError)
-        assert "checkpoint_id=" in str(error)
-
-
-def _skips(places: Places) -> None:
-    state = {"a": rows_of_five(4), "step": 1}
-    with places.writer(keep_memory=1, memory_limit="32MiB", on_full="skip") as writer:
-        _save(writer, state, "good")
-        skipped = dcp_mem.save(
-            {"b": torch.zeros(16 << 20)}, checkpoint_id="large", storage_writer=writer
-        )
-        assert skipped == Metadata({})
-        _barrier()
-        _came_back(places, "good", state)
-
-
-def test_a_save_that_is_skipped_returns_empty_metadata(places: Places) -> None:
-    forked_ranks(_skips, 2, places)
-
-
 # -- what is left to torch's planner ---------------------------------------------------------------
 
 
@@ -903,28 +676,6 @@ def test_what_only_torch_can_plan_goes_to_torch_on_all_ranks_and_the_log_says_wh
     assert "_Subclass" in texts[0]
 
 
-def _saves_without_collectives(places: Places) -> list[str]:
-    rank = dist.get_rank()
-    with places.writer() as writer, logged() as lines:
-        for step in range(2):
-            state = {"w": torch.full((7 + rank,), rank + step), f"only.{rank}": torch.arange(3)}
-            dcp_mem.save(
-                state, checkpoint_id=f"{step}", storage_writer=writer, use_collectives=False
-            )
-            _barrier()
-            assert_same(state, places.load("memory", f"{step}", blank_of(state)))
-            _barrier()
-    return _planned_by_torch(lines)
-
-
-@pytest.mark.skipif(
-    "use_collectives" not in inspect.signature(dcp.save).parameters,
-    reason="no use_collectives here",
-)
-def test_saves_without_collectives_are_left_to_torch(places: Places) -> None:
-    assert forked_ranks(_saves_without_collectives, 2, places) == [["use_collectives=False"]] * 2
-
-
 def _saves_by_another_writer(directory: str) -> list[str]:
     state = {"a": torch.arange(3.0), "step": 1}
     with logged() as lines:
@@ -944,105 +695,3 @@ def _saves_by_another_writer(directory: str) -> list[str]:
 def test_saves_by_other_writers_are_left_to_dcp_and_the_log_says_so_once(tmp_path: Path) -> None:
     (said,) = forked(_saves_by_another_writer, str(tmp_path))
     assert said.endswith("leaves saves to dcp.save: the storage_writer isn't a MemoryStorageWriter")
-
-
-# -- which ranks save together ---------------------------------------------------------------------
-
-
-def _saves_alone(places: Places) -> list[str]:
-    with places.writer() as writer, logged() as lines:
-        for step in range(3):
-            state = {
-                "w": torch.full((5,), step),
-                "nested": {"t": torch.ones(2, 0)},
-                "step": "x" * step,
-            }
-            returned = _save(writer, state, f"{step}")
-            _came_back(places, f"{step}", state, ROADS)
-        _assert_same_metadata(
-            returned, save_by_torch(state, checkpoint_id="by-torch", storage_writer=writer)
-        )
-    return _planned(lines)
-
-
-def test_a_process_without_a_group_saves(places: Places) -> None:
-    assert forked(_saves_alone, places) == ["0"]
-
-
-def test_a_world_of_one_saves(places: Places) -> None:
-    assert forked_ranks(_saves_alone, 1, places) == [["0"]]
-
-
-def _saves_each_rank_alone(places: Places) -> list[str]:
-    rank = dist.get_rank()
-    with places.writer(keep_memory=8) as writer, logged() as lines:
-        for step in range(3):
-            name = f"rank-{rank}-step-{step}"
-            state = {
-                "w": torch.full((7,), rank * 10.0 + step),
-                "rank": rank,
-                f"own.{rank}": {"part": rows_of_five(6)},
-            }
-            dcp_mem.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True)
-            writer.wait(name, timeout=60)
-            for road in ROADS:
-                assert_same(state, places.load(road, name, blank_of(state), no_dist=True), road)
-        _barrier()
-        other = {"w": torch.full((7,), (1 - rank) * 10.0 + 2), "rank": 1 - rank}
-        assert_same(
-            other, places.load("memory", f"rank-{1 - rank}-step-2", blank_of(other), no_dist=True)
-        )
-        _barrier()
-        together = {"all": rows_of_five(5), "step": 1}
-        _save(writer, together, "together")
-        _came_back(places, "together", together)
-    return _planned(lines)
-
-
-@pytest.mark.skipif(
-    "no_dist" not in inspect.signature(dcp.save).parameters, reason="no no_dist here"
-)
-def test_ranks_save_each_on_its_own_without_dist(places: Places) -> None:
-    for rank, planned in enumerate(forked_ranks(_saves_each_rank_alone, 2, places)):
-        assert planned == [f"rank-{rank}-step-0", "together"]
-
-
-def _saves_in_a_sub_group(places: Places, members: list[int]) -> list[str]:
-    group, rank = dist.new_group(members), dist.get_rank()
-    if rank not in members:
-        return ["stood aside"]
-    state = {"w": torch.full((10,), 3.0), f"own.{rank}": torch.full((5,), rank)}
-    with logged() as lines:
-        for given in (None, group):
-            with places.writer(process_group=given) as writer:
-                for step in range(2):
-                    options = {"process_group": group} if given is None else {}
-                    dcp_mem.save(
-                        state, checkpoint_id=f"step-{step}", storage_writer=writer, **options
-                    )
-                    dist.barrier(group)
-                    writer.wait(f"step-{step}", timeout=60)
-                    dist.barrier(group)
-                    for road in FROM_MEMORY:
-                        assert_same(
-                            state,
-                            places.load(road, f"step-{step}", blank_of(state), process_group=group),
-                        )
-                    dist.barrier(group)
-    return _planned(lines)
-
-
-@pytest.mark.parametrize("members", [[0, 2], [1, 2]], ids=str)
-def test_a_sub_group_saves_while_other_ranks_stand_aside(
-    places: Places, members: list[int]
-) -> None:
-    if 0 not in members and not hasattr(_DistWrapper(None, False, 0), "global_coordinator_rank"):
-        pytest.skip(f"torch {torch.__version__} wants rank 0 in every group that loads")
-    outcomes = forked_ranks(_saves_in_a_sub_group, 3, places, members)
-    for rank, planned in enumerate(outcomes):
-        assert planned[:1] == (["step-0"] if rank in members else ["stood aside"])
-    comes_back(
-        places,
-        "step-1",
-        {"w": torch.full((10,), 3.0), **{f"own.{r}": torch.full((5,), r) for r in members}},
-    )

@@ -368,54 +368,26 @@ class _OwnStager:
         pass
 
 
-def _save_by(job: Job, way: str) -> None:
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    options: dict[str, Any] = {}
-    if way == "planner":
-        options["planner"] = _OwnPlanner()
-    elif way == "stager":
-        options["async_stager"] = _OwnStager()
-    elif way == "no_dist":
-        options["no_dist"] = True
-    elif way == "no collectives":
-        options["use_collectives"] = False
-    elif way == "some ranks":
-        options["process_group"] = dist.new_group([0, 2], backend="gloo")
-        if rank == 1:
-            return
-    on_own = way in ("no_dist", "no collectives")
-    loading = {key: options[key] for key in ("no_dist", "process_group") if key in options}
+def _save_with(job: Job, options: dict[str, Any]) -> None:
+    rank = dist.get_rank()
     with job.writer(agent="thread", keep_memory=8) as writer:
         for step in range(3):
-            name = f"step-{step}" + (f"-of-{rank}" if way == "no_dist" else "")
             state = {"w": torch.full((50,), float(step)), f"own{rank}": torch.tensor([rank, step])}
-            state["text"] = f"{step}"  # type: ignore[assignment]
-            future = _async_save(writer, state, name, **options)
-            for tensor in (state["w"], state[f"own{rank}"]):
-                tensor.fill_(-1)
+            expected = _clone(state)
+            future = _async_save(writer, state, f"step-{step}", **options)
+            _overwrite(state)
             future.result(_SECONDS)
-            if on_own and world > 1:
-                dist.barrier()
-            blank: dict[str, Any] = {"w": torch.zeros(50), "text": ""}
-            blank[f"own{rank}"] = torch.zeros(2, dtype=torch.int64)
-            _load(job, name, blank, **loading)
-            assert blank["text"] == str(step)
-            assert blank["w"].eq(step).all()
-            assert blank[f"own{rank}"].tolist() == [rank, step]
-            if on_own and world > 1:
-                dist.barrier()
+            _assert_loads(job, f"step-{step}", expected)
+            dist.barrier()
 
 
 @needs_stager
-@pytest.mark.parametrize("way", ["plain", "planner", "stager", "no_dist", "no collectives"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_whatever_dcp_is_told_to_save_with(memory_job: Job, way: str, ranks: int) -> None:
-    forked_ranks(_save_by, ranks, memory_job, way)
-
-
-@needs_stager
-def test_some_of_the_ranks_save(memory_job: Job) -> None:
-    forked_ranks(_save_by, 3, memory_job, "some ranks")
+@pytest.mark.parametrize("options", [{"planner": _OwnPlanner()}, {"async_stager": _OwnStager()}])
+def test_whatever_dcp_is_told_to_save_with(
+    memory_job: Job, options: dict[str, Any], ranks: int
+) -> None:
+    forked_ranks(_save_with, ranks, memory_job, options)
 
 
 # -- copies in private memory ----------------------------------------------------------------------
@@ -695,87 +667,6 @@ def test_a_process_that_ends_right_after_the_call_neither_hangs_nor_tears(
 
 # -- failures --------------------------------------------------------------------------------------
 
-_POINTS = [
-    point
-    for point in faults.POINTS
-    if point.startswith(("stage.", "overlap.", "complete.", "save."))
-]
-_IN_CALL = ("stage.claimed", "stage.copying", "stage.copied")
-"""Points that a copy ahead passes in the caller's thread."""
-
-
-def _fail_at_each_point(job: Job, failing: int, points: Sequence[str]) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    writer = job.writer(agent="thread", keep_memory=2)
-    model, optimizer = _trained(0)
-    expected = 0
-
-    def save(step: int) -> Future[Any]:
-        _set(model, step)
-        with writer._saver.overlapping(Overlap(optimizer)):
-            return _async_save(writer, _training_state(model, step), f"step-{step}")
-
-    for step in (1, 2):
-        save(step).result(_SECONDS)
-    expected, step = 2, 2
-    for point in points:
-        if dist.is_initialized():
-            dist.barrier()
-        step += 1
-        print(point)
-        faults.arm(f"{point}:raise:1" if rank == failing else "")
-        error = None
-        try:
-            save(step).result(_SECONDS)
-        except FAILURES as raised:
-            error = raised
-        is_fired = not faults.is_armed(point)
-        faults.arm("")
-        is_complete = point in ("complete.manifest", "complete.evicted", "save.finished")
-        if rank == failing and not is_fired:
-            # The leader alone passes it.
-            assert failing == 1, f"{point} isn't passed"
-            assert error is None, f"{point}: {error}"
-        is_told_to_all = point not in (_OF_LEADER if failing == 1 else _AFTER_THE_VOTE)
-        if is_told_to_all or rank == failing == 0:
-            assert f"fault injected at {point}" in str(error), (point, error)
-        if dist.is_initialized():
-            dist.barrier()
-        found = _load(job, None, _training_state(model, -1))
-        number = int(found["step"])
-        # What rank 1 meets with after it has told that it sealed may come too late.
-        allowed = {step} if error is None or is_complete else {expected}
-        if point == "complete.receipts" or point == "complete.catalog":
-            allowed = {step, expected}
-        assert number in allowed, (point, number, allowed)
-        if dist.is_initialized():
-            dist.barrier()
-        step += 1
-        save(step).result(_SECONDS)
-        assert int(_load(job, None, _training_state(model, -1))["step"]) == step
-        expected = step
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if dist.is_initialized():
-        dist.barrier()
-    assert _slots(job) <= 4 * ranks
-    writer.close()
-
-
-_AFTER_THE_VOTE = ("complete.evicted", "save.finished")
-"""Where every rank knows that the checkpoint is complete: only the failing one need raise."""
-_OF_LEADER = ("complete.catalog", "complete.manifest", *_AFTER_THE_VOTE)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_at_any_point_is_raised_by_the_futures_of_all_ranks_and_harms_nothing(
-    memory_job: Job, failing: int
-) -> None:
-    forked_ranks(_fail_at_each_point, 2, memory_job, failing, _POINTS, timeout=200)
-
-
-def test_an_error_at_any_point_of_a_lone_rank_harms_nothing(memory_job: Job) -> None:
-    forked(_fail_at_each_point, memory_job, 0, _POINTS, timeout=200)
-
 
 def _trained(step: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32))
@@ -794,46 +685,6 @@ def _set(model: torch.nn.Module, step: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(step)
-
-
-def _training_state(
-    model: torch.nn.Module, step: int, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": model.state_dict(), "step": step}
-    if optimizer is not None:
-        state["optimizer"] = optimizer.state_dict()
-    return state
-
-
-class _Unpicklable:
-    def __reduce__(self) -> Any:
-        raise LookupError("not this one")
-
-
-def _fail_to_stage(job: Job, failing: int) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    writer = job.writer(agent="thread", keep_memory=2)
-    for step in range(3):
-        _async_save(writer, make_state(step), f"good-{step}").result(_SECONDS)
-        state = make_state(-1)
-        if rank == failing:
-            state["text"] = _Unpicklable()
-        begun = time.monotonic()
-        future = _async_save(writer, state, "bad")
-        with pytest.raises(FAILURES, match="not this one"):
-            future.result(_SECONDS)
-        assert time.monotonic() - begun < 20
-        assert number_of(_load(job, None)) == step
-        if dist.is_initialized():
-            dist.barrier()
-    writer.close()
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_while_staging_is_raised_by_the_futures_of_all_ranks(
-    memory_job: Job, failing: int
-) -> None:
-    forked_ranks(_fail_to_stage, 2, memory_job, failing, timeout=90)
 
 
 # -- copies behind the training loop ---------------------------------------------------------------

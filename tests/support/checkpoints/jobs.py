@@ -62,6 +62,22 @@ class Job:
         }
 
 
+def own_rank() -> int:
+    """This process's rank; 0 where there is no process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def barrier() -> None:
+    """Wait for all ranks, where there are several."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def slots_of(directory: Path) -> int:
+    """How many slots a job has on this node, free ones and segments together."""
+    return sum(1 for path in directory.rglob("*") if path.suffix in (".slot", ".distcp"))
+
+
 def occupied(directory: Path) -> int:
     """The bytes of the files below a directory, there or set aside; several names count once."""
     facts = [path.lstat() for path in directory.rglob("*") if not path.is_dir()]

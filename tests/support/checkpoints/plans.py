@@ -48,23 +48,29 @@ SAVES: Mapping[str, Callable[..., Metadata]] = {
 """The roads of a save: two that dcp_mem plans, and that of torch."""
 
 _BEGUN: Mapping[str, Callable[..., Any]] = {
+    **SAVES,
     "save": dcp_mem.save,
-    "dcp.save": dcp.save,
     "async": dcp_mem.async_save,
     "async by dcp": dcp.async_save,
 }
+"""Those, and asynchronous ones."""
 
 
-def begin_save(road: str, writer: dcp_mem.MemoryStorageWriter, state: State, name: str) -> Any:
-    """Save on a road: "save", "dcp.save", "async" or "async by dcp"; returns what that returns."""
-    return _BEGUN[road](state, checkpoint_id=name, storage_writer=writer)
+def begin_save(
+    road: str, writer: dcp_mem.MemoryStorageWriter, state: State, name: str, **options: Any
+) -> Any:
+    """Save on a road; returns what that returns."""
+    return _BEGUN[road](state, checkpoint_id=name, storage_writer=writer, **options)
 
 
-def save_by(road: str, writer: dcp_mem.MemoryStorageWriter, state: State, name: str) -> None:
-    """Save on one of these roads, and wait."""
-    begun = begin_save(road, writer, state, name)
-    if road.startswith("async"):
-        begun.result()
+def save_by(
+    road: str, writer: dcp_mem.MemoryStorageWriter, state: State, name: str, **options: Any
+) -> Any:
+    """Save on a road, and wait; returns what was saved, as DCP's metadata."""
+    begun = begin_save(road, writer, state, name, **options)
+    if not road.startswith("async"):
+        return begun
+    return getattr(begun, "upload_completion", begun).result(60)
 
 
 LOADS: Mapping[str, Callable[..., object]] = {
@@ -99,6 +105,13 @@ def why_torch_plans(lines: Sequence[str]) -> list[str]:
     """Return why saves were left to torch, going by the log."""
     found = (re.search(r"is planned by torch(?:, which takes longer)?: (.*)", one) for one in lines)
     return [match[1] for match in found if match]
+
+
+def planned(lines: Sequence[str]) -> list[str]:
+    """Return the names of the checkpoints that the ranks planned, going by the log."""
+    return [
+        line.split()[1] for line in lines if line.startswith("planned ") and " ranks in " in line
+    ]
 
 
 def assert_same_content(ours: Metadata, theirs: Metadata) -> None:

@@ -402,46 +402,6 @@ def save_armed(
 
 
 @dataclass(frozen=True, slots=True)
-class Survived:
-    """How a job went on after a save that failed.
-
-    error: what that raised. slots: after each of the later saves.
-    """
-
-    error: str
-    found: Loaded | str
-    slots: tuple[int, ...]
-
-
-def survive(
-    place: Place,
-    before: Sequence[int],
-    failing: int,
-    armed: Mapping[int, str],
-    after: Sequence[int],
-) -> Survived:
-    """Save; have a save fail; load; save on in the same processes, and load each of those."""
-    writer = place.writer()
-    for step in before:
-        save(writer, step)
-    faults.arm(armed.get(_rank(), ""))
-    error = ""
-    try:
-        save(writer, failing)
-    except FAILURES as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    (found,) = load_all(place, [None], storage=False)
-    slots = []
-    for step in after:
-        save(writer, step)
-        assert load(place, storage=False).step == step
-        slots.append(slots_in(place))
-        _synchronise()
-    writer.close()
-    return Survived(error, found, tuple(slots))
-
-
-@dataclass(frozen=True, slots=True)
 class Loaded:
     """What a load found. source: as the reader reports it."""
 
