@@ -267,8 +267,11 @@ def _copy_one_by_one(
                 copies.pass_over(tensor)
         # What isn't waited for is copied from the state dict, by no planner.
         if (batch.made_nbytes if copies.are_left else batch.nbytes) >= _BATCH:
-            batch.copy(own := StagingCopies())
-            own.finish()
+            own = StagingCopies()
+            try:
+                batch.copy(own)
+            finally:
+                own.finish()
             batch = TensorBatch(slot)
     batch.copy(copies)
     return slow

@@ -150,6 +150,24 @@ def test_what_is_made_contiguous_is_copied_before_there_is_much_of_it(
     assert stream.log == [*batches, "enqueue 1", "hold", "waited"]
 
 
+def test_a_batch_that_fails_gives_its_slot_back_once_the_device_has_copied(
+    places: Places, stream: _Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(moves: Sequence[Move]) -> None:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(stage, "_BATCH", 3 * _on_device(0).nbytes)
+    monkeypatch.setattr(stage, "_copy_moves", fail)
+    stream.may_run.set()
+    state = {f"t{number}": _on_device(number).t() for number in range(4)}
+    with (
+        places.writer(persist=False) as writer,
+        pytest.raises(dcp.CheckpointException, match="no more memory"),
+    ):
+        dcp.save(state, checkpoint_id="0", storage_writer=writer)
+    assert stream.log == ["enqueue 3", "waited"]
+
+
 def test_an_asynchronous_save_holds_the_device_and_never_the_host(
     places: Places, stream: _Played
 ) -> None:
