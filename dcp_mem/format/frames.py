@@ -13,6 +13,7 @@ import math
 import mmap
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import compress
 
 import numpy as np
 import torch
@@ -38,6 +39,10 @@ class Specs:
 
     def __iter__(self) -> Iterator[Spec]:
         return zip(self.dtypes, self.shapes, strict=True)
+
+    def only(self, is_wanted: Sequence[bool]) -> Specs:
+        """Return some of them."""
+        return Specs(list(compress(self.dtypes, is_wanted)), list(compress(self.shapes, is_wanted)))
 
 
 sendable_as(

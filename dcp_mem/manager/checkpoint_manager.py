@@ -52,8 +52,8 @@ from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.frequency import Advice
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
 from dcp_mem.runtime.session import open_session
+from dcp_mem.saving.dcp_takeover import ReturnedMetadata
 from dcp_mem.saving.overlap import overlap_of
-from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.writer import MemoryStorageWriter
 
 _LAST_NUMBER = re.compile(r"(\d+)\D*$")

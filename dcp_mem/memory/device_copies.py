@@ -88,46 +88,39 @@ def copy_stream(device: torch.device) -> CopyStream | None:
 
 
 class DeviceCopies:
-    """Copies from devices that are under way, and the memory that they read.
+    """Copies that are `enqueued`, by devices or others, and the memory that is still `read`.
 
     Leave nothing that they write to others before `finish` has returned.
     """
 
     def __init__(self) -> None:
-        self._enqueued: list[Enqueued] = []
-        self._read: list[torch.UntypedStorage] = []
+        self.enqueued: list[Enqueued] = []
+        self.read: list[torch.UntypedStorage] = []
 
-    @property
-    def are_under_way(self) -> bool:
-        """Whether copies have begun that are still to be waited for."""
-        return bool(self._enqueued)
-
-    def begin(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
-        """Enqueue copies, behind all that the caller has launched on the devices.
+    def begin(self, targets: Columns, sources: Sequence[torch.Tensor]) -> Sequence[Enqueued]:
+        """Enqueue copies, behind all that the caller has launched on the devices; return them.
 
         `sources`: on devices that have a `copy_stream`, one for each target; contiguous. Raises
         RuntimeError.
         """
         # Not the tensors: theirs may be another memory soon (`parameter.data = …`).
-        self._read += map(torch.Tensor.untyped_storage, sources)
+        self.read += map(torch.Tensor.untyped_storage, sources)
         numbers = np.fromiter(map(torch.Tensor.get_device, sources), np.int64, len(sources))
+        already = len(self.enqueued)
         for number in np.unique(numbers).tolist():
             is_here = numbers == number
             here = list(compress(sources, is_here.tolist()))
             stream = copy_stream(here[0].device)
             assert stream is not None
             try:
-                self._enqueued.append(stream.to_host(targets[is_here], here))
+                self.enqueued.append(stream.to_host(targets[is_here], here))
             except BaseException:  # an interrupt may have come once they were enqueued
                 stream.synchronize()
                 raise
-        if self._enqueued:
+        begun = self.enqueued[already:]
+        if begun:
             faults.point("devices.enqueued")
-
-    def hold_devices(self) -> None:
-        """Have the devices make the copies before what the caller launches on them from now on."""
-        for enqueued in self._enqueued:
-            enqueued.hold_device()
+        return begun
 
     def finish(self) -> None:
         """Return once the copies have been made, and let go of what they read.
@@ -135,7 +128,7 @@ class DeviceCopies:
         Raises RuntimeError.
         """
         error: BaseException | None = None
-        while last := self._enqueued[-1:]:
+        while last := self.enqueued[-1:]:
             try:
                 last[0].wait()
             except Exception as failure:
@@ -144,8 +137,8 @@ class DeviceCopies:
                 error = interrupt
                 continue
             with suppress(ValueError):  # a signal handler, or another thread, has waited as well
-                self._enqueued.remove(last[0])
-        self._read.clear()
+                self.enqueued.remove(last[0])
+        self.read.clear()
         if error is not None:
             raise error
 

@@ -21,11 +21,11 @@ import operator
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
-from dcp_mem.format.frames import Spec, Specs
+from dcp_mem.format.frames import Spec
 from dcp_mem.format.layout import Columns
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slot import Slot
@@ -51,7 +51,6 @@ from dcp_mem.runtime.layouts import Layouts, PlanLayout
 ItemKey = tuple[str, tuple[int, ...]]
 """Name and offset of an item."""
 
-WHY_NOT_WITH_PARITY = "parity is made of all bytes of a checkpoint, and anew each time"
 _LEAST_NBYTES = 1 << 20
 """Fewer frozen bytes than this aren't worth a segment."""
 _SAMPLES = 1024
@@ -73,17 +72,22 @@ class Identity:
     storage: StorageWeakRef  # doesn't keep it alive, and no other storage gets its number meanwhile
     address: int
     version: int
-    total: int = 0  # of its bytes, where they lie on a device; 0 otherwise
+    total: int  # of its bytes, where they lie on a device; 0 otherwise
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Identity:
+        """Return a tensor's identity as it is now."""
+        storage, total = tensor.untyped_storage(), 0 if tensor.is_cpu else _total(tensor)
+        return cls(StorageWeakRef(storage), tensor.data_ptr(), tensor._version, total)
 
-def identity_of(tensor: torch.Tensor) -> Identity:
-    """Return a tensor's identity as it is now, for a later save to compare."""
-    return Identity(
-        StorageWeakRef(tensor.untyped_storage()),
-        tensor.data_ptr(),
-        tensor._version,
-        0 if tensor.is_cpu else _total(tensor),
-    )
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether this is the same memory, which no counted write has changed."""
+        return (
+            self.version == tensor._version
+            and self.address == tensor.data_ptr()
+            and self.storage.cdata == tensor.untyped_storage()._cdata
+            and not self.storage.expired()
+        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -103,14 +107,8 @@ class FrozenSegment:
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the tensors that are others, or have been written to."""
-        return [
-            number
-            for number, (known, tensor) in enumerate(zip(self.identities, tensors, strict=True))
-            if known.version != tensor._version
-            or known.address != tensor.data_ptr()
-            or known.storage.cdata != tensor.untyped_storage()._cdata
-            or known.storage.expired()
-        ]
+        known = zip(self.identities, tensors, strict=True)
+        return [number for number, (one, tensor) in enumerate(known) if not one.is_of(tensor)]
 
     def differing(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the tensors with other bytes than the segment, by samples."""
@@ -122,14 +120,24 @@ class FrozenSegment:
         small, devices = np.flatnonzero(is_cpu & ~is_large), np.flatnonzero(~is_cpu)
         return sorted(
             [
-                *(one for one in devices.tolist() if self._has_other_total(one, tensors[one])),
+                *(one for one in devices.tolist() if self._total_differs(one, tensors[one])),
                 *numbers[_sampled(addresses, copies, layout.payload_nbytes[numbers])].tolist(),
                 *(one for one in small.tolist() if not self.is_equal(one, tensors[one])),
             ]
         )
 
-    def _has_other_total(self, number: int, tensor: torch.Tensor) -> bool:
+    def _total_differs(self, number: int, tensor: torch.Tensor) -> bool:
         return _total(tensor) != self.identities[number].total
+
+    def adopts(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Take tensors for those that were copied here, if all their bytes are the same."""
+        identities = list(map(Identity.of, tensors))
+        is_same = all(
+            one.is_cpu and self.is_equal(number, one) for number, one in enumerate(tensors)
+        )
+        if is_same:
+            self.identities = identities
+        return is_same
 
     def note_replicated(self) -> None:
         """Note that other nodes have copies of it now."""
@@ -200,18 +208,16 @@ class FrozenItems:
     known: FrozenSegment | None = None
     is_lasting: bool = True  # whether the tensors are the caller's own
 
-    def identities(self) -> list[Identity]:
-        """Return the identities of the tensors as they are now."""
-        return list(map(identity_of, self.tensors))
+    def identities(self) -> Sequence[Identity]:
+        """Return those of the tensors as they are now; none of copies: no later save has them."""
+        return list(map(Identity.of, self.tensors)) if self.is_lasting else ()
 
 
-@value_class(kw_only=True)
-class Split:
+class Split(NamedTuple):
     """A plan's tensors, divided into frozen ones and others, each with a segment of their own."""
 
-    whole: PlanLayout
     is_frozen: Sequence[bool]
-    keys: list[ItemKey]
+    is_other: Sequence[bool]
     frozen: PlanLayout
     others: PlanLayout
 
@@ -282,7 +288,6 @@ class FrozenTensors:
         self.stale: deque[str] = deque(maxlen=_MOST_STALE)
         self._known: dict[object, FrozenSegment] = {}
         self._changes = Counter[ItemKey]()
-        self._said: set[str] = set()
         self._thread: threading.Thread | None = None
         self._is_cancelled = False
 
@@ -294,12 +299,8 @@ class FrozenTensors:
         keys: Sequence[ItemKey],
         tensors: Sequence[torch.Tensor],
         whole: PlanLayout,
-        last: Split | None,
     ) -> Split | None:
-        """Return which of a plan's tensors are frozen; None where too few are.
-
-        `last`: what this plan had at its last save; returned where nothing has changed.
-        """
+        """Return which of a plan's tensors are frozen; None where too few are."""
         is_frozen = [
             spec is not None
             and bool(rule(key[0], tensor))
@@ -311,30 +312,12 @@ class FrozenTensors:
                 keys, tensors, whole.dense, whole.expected, strict=True
             )
         ]
-        if last is not None and last.whole is whole and last.is_frozen == is_frozen:
-            return last
         if sum(one.nbytes for one in compress(tensors, is_frozen)) < _LEAST_NBYTES:
             return None
-        frozen = self._layout_of(compress(whole.expected, is_frozen))
-        if not frozen.is_plain:
-            return None
-        return Split(
-            whole=whole,
-            is_frozen=is_frozen,
-            keys=list(compress(keys, is_frozen)),
-            frozen=frozen,
-            others=self._layout_of(compress(whole.expected, map(operator.not_, is_frozen))),
-        )
-
-    def _layout_of(self, specs: Iterable[tuple[torch.dtype, torch.Size]]) -> PlanLayout:
-        found = list(specs)
-        return self._layouts.of(Specs([dtype for dtype, _ in found], [size for _, size in found]))
-
-    def warn_without_effect(self, why: str) -> None:
-        """Log, once, why frozen tensors have no segment of their own."""
-        if why not in self._said:
-            self._said.add(why)
-            log.warning("frozen= has no effect: %s", why)
+        is_other = list(map(operator.not_, is_frozen))
+        frozen = self._layouts.of(whole.expected.only(is_frozen))
+        others = self._layouts.of(whole.expected.only(is_other))
+        return Split(is_frozen, is_other, frozen, others) if frozen.is_plain else None
 
     def _note_change(self, keys: Sequence[ItemKey], what: str) -> None:
         """Log that frozen items have changed; those that change again count as training."""
@@ -356,49 +339,48 @@ class FrozenTensors:
         """Return whether the last complete save of a group of ranks has a frozen segment."""
         return group in self._known
 
-    def with_known_segment(self, group: object, items: FrozenItems) -> FrozenItems:
-        """Return the frozen items with the segment that has their bytes, if there is one."""
+    def segment_of(self, group: object, items: FrozenItems) -> FrozenSegment | None:
+        """Return the segment that has the bytes of frozen items; None: they are to be copied."""
         known = self._known.get(group)
         if known is None or known.layout is not items.layout or known.keys != items.keys:
-            return items
-        if not self._slots.has_bytes(known.slot, known.claims):
-            return items
-        moved = known.moved(items.tensors) if known.identities else []
-        if moved or known.is_stale:
+            return None
+        end_hold = self._slots.hold(known.slot, known.claims)
+        if end_hold is None:
+            return None
+        try:
+            is_adopted = not known.identities and known.adopts(items.tensors)
+            moved = known.moved(items.tensors) if known.identities else []
+            if known.identities and not (moved or known.is_stale):
+                differing = [] if is_adopted else known.differing(items.tensors)
+                if not differing:
+                    return known
+                shared = ", ".join(name for name, _ in known.since) or "none"
+                what = "have changed past their counters of writes"
+                what += f" (checkpoints that share them: {shared})"
+                self._note_change([items.keys[number] for number in differing], what)
             self._note_change([items.keys[number] for number in moved], "have been written to")
-            del self._known[group]
-            return items
-        return replace(items, known=known)
+        finally:
+            end_hold()
+        del self._known[group]
+        return None
 
-    def reused(self, group: object, items: FrozenItems) -> FilledFrozen | None:
+    def held(self, items: FrozenItems) -> FilledFrozen | None:
         """Return the known segment of frozen items, held until it is sealed; None for none."""
         known = items.known
         end_hold = None if known is None else self._slots.hold(known.slot, known.claims)
         if known is None or end_hold is None:
             return None
-        moved, differing = list[int](), list[int]()
-        is_adopted = bool(known.identities) or _adopts(known, items)
-        if is_adopted:
-            moved = known.moved(items.tensors)
-            differing = [] if moved else known.differing(items.tensors)
-            if not (moved or differing or known.is_stale):
-                return FilledFrozen(
-                    items=items, segment=known, slots=self._slots, end_hold=end_hold
-                )
-        end_hold()
-        self._note_change([items.keys[number] for number in moved], "have been written to")
-        shared = ", ".join(name for name, _ in known.since) or "none"
-        what = f"have changed past their counters of writes (checkpoints that share them: {shared})"
-        self._note_change([items.keys[number] for number in differing], what)
-        self._known.pop(group, None)
-        return None
+        if known.is_stale:  # found while the ranks agreed
+            end_hold()
+            return None
+        return FilledFrozen(items=items, segment=known, slots=self._slots, end_hold=end_hold)
 
     def made(self, items: FrozenItems, slot: Slot, identities: Sequence[Identity]) -> FilledFrozen:
         """Return what is known of a slot that the frozen items have been copied into."""
         segment = FrozenSegment(
             keys=items.keys,
             layout=items.layout,
-            identities=identities if items.is_lasting else (),
+            identities=identities,
             slot=slot,
             claims=slot.claims,
         )
@@ -522,13 +504,3 @@ def _named(keys: Sequence[ItemKey]) -> str:
     """Return the names of a few of these items, for people."""
     more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
     return ", ".join(name for name, _ in keys[:_MOST_NAMED]) + more
-
-
-def _adopts(known: FrozenSegment, items: FrozenItems) -> bool:
-    """Take the tensors for those that the segment is of, if all their bytes are the same."""
-    identities = items.identities()
-    is_same = all(
-        one.is_cpu and known.is_equal(number, one) for number, one in enumerate(items.tensors)
-    )
-    known.identities = identities if is_same else ()
-    return is_same

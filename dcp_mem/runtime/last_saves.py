@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+from dcp_mem.common.log import log
 from dcp_mem.common.value_class import value_class
 from dcp_mem.config import Settings
 from dcp_mem.format.manifest import Manifest
@@ -127,6 +128,11 @@ class LastSaves:
         is_first = text not in self._warned
         self._warned.add(text)
         return is_first
+
+    def warn_once(self, text: str) -> None:
+        """Log a warning that holds for every save, the first time."""
+        if self.is_first_warning(text):
+            log.warning("%s", text)
 
     def is_trim_due(self, most_nbytes: int) -> bool:
         """Return whether to look for superfluous free slots; a look costs as much as a save."""

@@ -29,10 +29,10 @@ from dcp_mem.policy.persistence import Persisted
 from dcp_mem.policy.slots import SlotNeed, capacity_for, growth
 from dcp_mem.runtime.states import AgentPatience
 from dcp_mem.runtime.topology import Topology
-from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.retention import evict, records_nbytes
 from dcp_mem.saving.room import give_back, kept_on, node_memories, own_claims, with_node
 from dcp_mem.saving.values import (
+    TAIL_ROOM,
     Agreed,
     Ballot,
     NoCommonPlan,

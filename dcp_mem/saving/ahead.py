@@ -26,7 +26,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.comm.agreement import Attempted
-from dcp_mem.common.log import log
 from dcp_mem.common.sharded_tensor import Shard, ShardedTensor
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError
@@ -38,9 +37,8 @@ from dcp_mem.policy.slots import growth
 from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.turns import Turn
-from dcp_mem.saving.overlap import LaterCopies, Overlap
+from dcp_mem.saving.overlap import Overlap, StagingCopies
 from dcp_mem.saving.own_plans import OwnPlans, own_plans_of
-from dcp_mem.saving.plan import claims_of
 from dcp_mem.saving.stage import fill
 from dcp_mem.saving.values import Filled, NoCommonPlan, Planned, SaveContext
 
@@ -137,28 +135,9 @@ def copy_ahead(context: SaveContext, planned: Planned, overlap: Overlap | None) 
     if not _has_room(context, planned):
         return None
     session.prefaulting.stop()
-    later = None
-    if overlap is not None or planned.sources is None or planned.sources.devices is not None:
-        later = LaterCopies(overlap, planned, partial(_warn_once, session))
-    if overlap is not None and planned.sources is None and _has_cpu_tensors(planned):
-        _warn_once(
-            session,
-            "overlap= has no effect on tensors in CPU memory: not all of what is saved is "
-            "dense, contiguous memory",
-        )
-    filled = fill(session, planned, later)
-    return AheadCopy(context, planned, filled, later)
-
-
-def _warn_once(session: Session, text: str) -> None:
-    if session.last_saves.is_first_warning(text):
-        log.warning("%s", text)
-
-
-def _has_cpu_tensors(planned: Planned) -> bool:
-    """Return whether a plan has tensors in CPU memory, other than single numbers."""
-    tensors = planned.items.tensors(planned.tensors)  # type: ignore[attr-defined]
-    return any(one.is_cpu and one.dim() for one in tensors)
+    copies = StagingCopies(overlap, planned, session.last_saves.warn_once, are_left=True)
+    filled = fill(session, planned, copies)
+    return AheadCopy(context, planned, filled, copies)
 
 
 def _has_room(context: SaveContext, planned: Planned) -> bool:
@@ -170,7 +149,7 @@ def _has_room(context: SaveContext, planned: Planned) -> bool:
     free = session.slots.free()
     if limit is not None:
         free = [one for one in free if one.is_held]
-    grows = growth(claims_of(planned), free)
+    grows = growth(planned.claims, free)
     return not grows or (limit is None and session.memory.free_bytes() > grows)
 
 
@@ -181,7 +160,7 @@ class AheadCopy:
     """
 
     def __init__(
-        self, context: SaveContext, planned: Planned, filled: Filled, later: LaterCopies | None
+        self, context: SaveContext, planned: Planned, filled: Filled, copies: StagingCopies
     ) -> None:
         """Take a slot that has been filled, but for copies that are made later.
 
@@ -198,9 +177,9 @@ class AheadCopy:
             nbytes=max(planned.layout.layout.nbytes, end),
         )
         self._filled: Filled = replace(filled, items=items)
-        self._later = later
+        self._copies = copies
         self._unused = weakref.finalize(
-            self, _give_back, os.getpid(), context.session, filled, later
+            self, _give_back, os.getpid(), context.session, filled, copies
         )
 
     def plan(self, context: SaveContext) -> Planned:
@@ -221,8 +200,7 @@ class AheadCopy:
     def _take(self, name: str) -> Filled:
         """Hand over the slot, once all of it has been copied."""
         try:
-            if self._later is not None:
-                self._later.finish()
+            self._copies.finish()
         except BaseException:
             self.give_back()
             raise
@@ -235,7 +213,7 @@ class AheadCopy:
         self._unused()
 
 
-def _give_back(process: int, session: Session, filled: Filled, later: LaterCopies | None) -> None:
+def _give_back(process: int, session: Session, filled: Filled, copies: StagingCopies) -> None:
     """Give a copy's slot back."""
     if process != os.getpid():  # a forked child, which has no part in the save
         return
@@ -245,10 +223,7 @@ def _give_back(process: int, session: Session, filled: Filled, later: LaterCopie
         if filled.frozen is not None:
             filled.frozen.give_back()
 
-    if later is None:
-        abandon()
-    else:
-        later.cancel(abandon)
+    copies.cancel(abandon)
 
 
 def _give_up_state(state: weakref.ref[StagedState], _: Future[Any]) -> None:

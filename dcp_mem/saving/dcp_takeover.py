@@ -25,14 +25,18 @@ from dcp_mem.comm import Ranks, SingleRank
 from dcp_mem.comm.agreement import Attempted, attempt, leaving_on_error
 from dcp_mem.comm.bridge.calls import PlanningCall
 from dcp_mem.common.log import log
-from dcp_mem.errors import picklable
+from dcp_mem.common.values import SaveInfo
+from dcp_mem.errors import DcpMemError, picklable
+from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.catalog_conversion import metadata_of
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.format.metadata import LazyMetadata
 from dcp_mem.planning.contradictions import PlanInvalid
 from dcp_mem.planning.wrapper_tensors import class_name
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.ahead import AheadCopy, StagedState, not_refused, staged_in
 from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import Settled, settle
-from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.values import NoCommonPlan, SaveContext
 
 
@@ -126,6 +130,41 @@ class DcpTakeover:
         """The metadata that `dcp.save` will return; None for a save that is skipped."""
         made = self._stand_in.metadata
         return made if isinstance(made, ReturnedMetadata) else None
+
+
+class ReturnedMetadata(LazyMetadata):
+    """The metadata that a save returns, on each rank: made when somebody looks at it.
+
+    For twenty thousand tensors that takes longer than the save. DCP has to be given it before the
+    save is complete.
+    """
+
+    def __new__(cls, **changed: Any) -> Any:
+        # dataclasses.replace calls this with fields, and gets a plain Metadata.
+        return Metadata(**changed) if changed else object.__new__(cls)
+
+    def __init__(self) -> None:
+        """Stand for the metadata of a save that isn't complete yet."""
+
+        def make() -> Metadata:
+            raise DcpMemError("the checkpoint isn't complete, so it has no metadata")
+
+        super().__init__(make)
+
+    def settle(self, session: Session, manifest: Manifest, info: SaveInfo) -> ReturnedMetadata:
+        """Note the complete checkpoint, and keep its catalog mapped while this is in use."""
+        catalog = session.catalogs.find(manifest.catalog) or b""
+        self.__dict__["_of_checkpoint"] = manifest, info
+        self.__dict__["_make"] = lambda: metadata_of(
+            Catalog.from_bytes(catalog), manifest.save_id, manifest.tails, manifest.name
+        )
+        return self
+
+    @property
+    def made(self) -> tuple[Manifest, SaveInfo]:
+        """The checkpoint's manifest, and what its coordinator's training loop said of it."""
+        made: tuple[Manifest, SaveInfo] = self.__dict__["_of_checkpoint"]
+        return made
 
 
 def why_not_own_plan(planner: SavePlanner | None) -> str:

@@ -8,6 +8,9 @@ copied at once.
 Some set-ups break that rule, such as an optimizer that runs within the backward pass. They are
 known by their marks, and everything is copied at once then. `validate=True` finds whoever else
 breaks the rule: the checkpoint is discarded then, and never completed.
+
+The host's copies are enqueued as a device's are (`memory/device_copies.py`): a thread makes them.
+What "holds the device" holds the caller here.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ import os
 import threading
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import cached_property
 from itertools import chain, compress
 from typing import Any
@@ -33,20 +39,19 @@ from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.memory.copying import (
     Chosen,
     Columns,
-    Move,
     addresses_of,
     copy_many,
     copy_many_here,
     moves_of,
     sizes_of,
 )
-from dcp_mem.memory.device_copies import DeviceCopies
+from dcp_mem.memory.device_copies import DeviceCopies, Enqueued
 from dcp_mem.saving.values import Planned
 
-_BATCH, _AWAITED_BATCH = 16 << 20, 1 << 30
-"""Bytes that are copied at a time; once somebody waits, more: each time wakes other threads."""
+_BATCH, _AWAITED_BATCHES = 16 << 20, 64
+"""Bytes that are copied at a time; once somebody waits, so many times that: it wakes threads."""
 _SAMPLES = 256
-_pending: set[LaterCopies] = set()
+_pending: set[StagingCopies] = set()
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _guard = threading.RLock()  # a collection within it may give copies back
 _copiers = KeptThreads(16, OVERLAPPING, is_awaited=True)
@@ -98,45 +103,52 @@ def wait_for_copies(optimizer: Optimizer | None = None) -> None:
             copies.wait()
 
 
-class LaterCopies:
-    """The copies of one save that are made behind the training loop, and by devices.
+class StagingCopies:
+    """The copies of one save into its slot that somebody else than the caller makes.
 
-    `overlap`: what is copied behind the loop; None where devices alone copy behind it. `planned`:
-    what is saved; kept only where what is copied is to be validated. `warn`: called with the reason
-    where everything has to be copied at once.
+    Devices copy what lies on them. A thread copies what may wait for the optimizers' next steps.
+    `finish` waits for all of them: a save in the call does at once, an asynchronous one later.
+
+    `planned`: what is saved; kept only where what is copied is to be validated. `warn`: called with
+    the reason where what might wait has to be copied at once. `are_left`: whether the caller goes
+    on with the training loop meanwhile.
     """
 
     def __init__(
-        self, overlap: Overlap | None, planned: Planned, warn: Callable[[str], None]
+        self,
+        overlap: Overlap | None = None,
+        planned: Planned | None = None,
+        warn: Callable[[str], None] = print,
+        *,
+        are_left: bool = False,
     ) -> None:
+        self.are_left = are_left
         self.optimizers = () if overlap is None else overlap.optimizers
         self._validates, self._warn = overlap is not None and overlap.validate, warn
         self._planned = planned if self._validates else None
-        self._left = _Copies()
-        self._checks: list[_Check] = []
-        self._read: list[torch.UntypedStorage] = []
-        self._at_once, self._in_time = DeviceCopies(), DeviceCopies()
-        self._written: list[tuple[torch.Tensor, int]] = []
-        self._guard = threading.RLock()  # a collection within it may give these copies back
-        self._is_awaited = self._is_cancelled = self._is_copying = False
-        self._copied = threading.Event()
-        self._copied.set()
-        self._copier: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._then: Callable[[], None] | None = None
+        self._copies = DeviceCopies()
+        self._in_time: list[Enqueued] = []  # those that the optimizers' next steps wait for
+        self._left: list[Columns] = []
+        self._host: _HostCopies | None = None
+        self._watched: list[tuple[torch.Tensor, int, int]] = []  # with version and address
+        self._samples: list[tuple[int, int, int, int]] = []  # a move, and its source's fingerprint
+        self._error: DcpMemError | None = None
 
-    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Chosen:
+    def take(self, targets: Columns, sources: Columns, nbytes: Columns) -> Chosen:
         """Take over the copies of parameters and optimizer state; return which are the others."""
-        numbers = self._may_wait.find(source, nbytes)
+        if not self.optimizers:
+            return np.ones(len(targets), bool)
+        numbers = _found(self._may_wait, sources, nbytes)
         is_later = numbers >= 0
         if is_later.any():
-            tensors = self._may_wait.at(numbers[is_later])
+            tensors = [self._may_wait[number] for number in numbers[is_later].tolist()]
+            self._left.append(np.stack([targets, sources, nbytes])[:, is_later])
             # Not the tensors: their memory may be another one soon (`parameter.data = …`).
-            self._read += map(torch.Tensor.untyped_storage, tensors)
-            later = destination[is_later], source[is_later], nbytes[is_later]
+            self._copies.read += map(torch.Tensor.untyped_storage, tensors)
             if self._validates:
-                self._checks += map(_Check, moves_of(*later), tensors)
-            self._left.add(*later)
+                self._watch(tensors, sources[is_later].tolist())
+                for target, source, size in moves_of(*self._left[-1]):
+                    self._samples.append((target, source, size, _fingerprint(source, size)))
         return ~is_later
 
     def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
@@ -145,186 +157,195 @@ class LaterCopies:
         The caller never waits. The devices make the former before whatever they are told from now
         on, and the latter before the optimizers' next steps.
         """
-        is_later = self._may_wait.find(addresses_of(sources), sizes_of(sources)) >= 0
+        is_later = _found(self._may_wait, addresses_of(sources), sizes_of(sources)) >= 0
         may_wait = list(compress(sources, is_later.tolist()))
-        self._at_once.begin(targets[~is_later], list(compress(sources, (~is_later).tolist())))
-        self._in_time.begin(targets[is_later], may_wait)
-        self._at_once.hold_devices()
+        at_once = list(compress(sources, (~is_later).tolist()))
+        begun = self._copies.begin(targets[~is_later], at_once)
+        self._in_time += self._copies.begin(targets[is_later], may_wait)
+        if self.are_left:
+            for enqueued in begun:
+                enqueued.hold_device()
         if self._validates:
-            self._written = [(one, one._version) for one in may_wait]
+            self._watch(may_wait, [one.data_ptr() for one in may_wait])
+
+    def pass_over(self, tensor: torch.Tensor) -> None:
+        """Note a tensor in CPU memory that its caller copies at once, as its kind needs."""
+        if self.optimizers and tensor.dim():
+            self._warn(
+                "overlap= has no effect on tensors in CPU memory: not all of what is saved is "
+                "dense, contiguous memory"
+            )
 
     @cached_property
-    def _may_wait(self) -> _Tensors:
+    def _may_wait(self) -> Sequence[torch.Tensor]:
         """Parameters and optimizer state; none where they may change at any time."""
         tensors = _tensors(self.optimizers)
         why_not = _why_not(self.optimizers, tensors)
         if why_not:
             self._warn(f"overlap= has no effect: {why_not}")
-        return _Tensors([] if why_not else tensors)
+        return [] if why_not else tensors
 
     def begin(self) -> None:
         """Begin with the copies; from here on the optimizers' next steps wait for them."""
-        if not self._left and not self._in_time.are_under_way:
-            return
-        for optimizer in self.optimizers:
-            _hook(optimizer)
-        with _guard:
-            _pending.add(self)
         if self._left:
-            self._copied.clear()
-            _copiers.submit(self._work)  # may raise, or be interrupted, once the work is queued
+            self._host = _HostCopies(np.concatenate(self._left, axis=1), self._validate)
+            self._copies.enqueued.append(self._host)
+            self._in_time.append(self._host)
+        if self._in_time:
+            for optimizer in self.optimizers:
+                _hook(optimizer)
+            with _guard:
+                _pending.add(self)
+        if self._host is not None:
+            self._host.begin()
 
     def wait(self) -> None:
         """Return once what is copied may change. What has gone wrong is raised by `finish`."""
-        self._join()
-        self._validate_devices()
-        self._in_time.hold_devices()
+        for enqueued in self._in_time:
+            enqueued.hold_device()
+        self._validate_versions()
         with _guard:
             _pending.discard(self)
 
     def finish(self) -> None:
-        """Return once all copies have been made.
+        """Return once all copies have been made, and let go of what was copied.
 
         Raises DcpMemError.
         """
-        self._end()
+        try:
+            self._copies.finish()
+        finally:
+            self._validate_versions()
+            with _guard:
+                _pending.discard(self)
+            self._planned = None
+            self.__dict__.pop("_may_wait", None)
         if self._error is not None:
             raise self._error
 
     def cancel(self, then: Callable[[], None]) -> None:
         """Make no further copy, and call `then` once none is being made.
 
-        This waits for that, unless a collection of garbage calls it in the very thread that makes
-        the copies: then that thread calls `then`, which gives back what is copied to.
+        This waits for that, unless a collection of garbage calls it in a thread that copies: then
+        the thread that makes these copies calls `then`, which gives back what is copied to.
         """
-        self._is_cancelled = True
-        with self._guard:
-            if self._is_copying and is_copying_thread():
-                self._then = then
-                return
-            if not self._is_copying:  # and it never will be
-                self._copied.set()
+        host = self._host
+        if host is not None and not host.cancel() and is_copying_thread():
+            host.made.add_done_callback(lambda _: self._end(then))
+        else:
+            self._end(then)
+
+    def _end(self, then: Callable[[], None]) -> None:
         try:
-            self._end(is_awaited=False)
+            with suppress(DcpMemError):
+                self.finish()
         finally:
             then()
 
-    def _end(self, *, is_awaited: bool = True) -> None:
-        """Wait for all copies, and let go of what was copied."""
-        try:
-            self._join(is_awaited=is_awaited)
-        finally:
-            self._let_go()
+    # -- validate=True -----------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
-        try:
-            self._at_once.finish()
-        finally:
-            self._in_time.finish()
-        self._validate_devices()
+    def _watch(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+        found = zip(tensors, addresses, strict=True)
+        self._watched += [(one, one._version, address) for one, address in found]
+
+    def _validate(self) -> None:
+        """Hold the host's copies against the fingerprints from before they were made."""
+        changed = [
+            source
+            for target, source, nbytes, sample in self._samples
+            if _fingerprint(target, nbytes) != sample
+        ]
+        if changed:
+            raise self._changed(changed[0], len(changed), "a tensor")
+
+    def _validate_versions(self) -> None:
+        """Look once, before the optimizers' steps, at how often tensors were written to.
+
+        Of those on devices that is all: their bytes are there only once the device has copied them,
+        and nobody waits for that.
+        """
         with _guard:
-            _pending.discard(self)
-        self._read.clear()
-        self._planned = None
-        self.__dict__.pop("_may_wait", None)
+            changed = [one for one in self._watched if one[0]._version != one[1]]
+            self._watched = []
+            if changed and self._error is None:
+                tensor, _, address = changed[0]
+                what = f"a tensor of shape {list(tensor.shape)} on {tensor.device}"
+                self._error = self._changed(address, len(changed), what)
 
-    def _join(self, *, is_awaited: bool = True) -> None:
+    def _changed(self, address: int, count: int, what: str) -> DcpMemError:
+        planned = self._planned
+        sources = None if planned is None else planned.sources
+        if planned is not None and sources is not None and address in sources.addresses:
+            what = planned.items.index(planned.tensors[sources.addresses.index(address)]).fqn
+        return DcpMemError(
+            f"{what} and {count - 1} other tensors changed between the save and the optimizer's "
+            f"step, so the copy isn't the state that was to be saved: name every optimizer in "
+            f"overlap=, or save without overlap="
+        )
+
+
+class _HostCopies:
+    """Copies in CPU memory that a thread makes behind its caller, as a device makes its own."""
+
+    def __init__(self, columns: Columns, validate: Callable[[], None]) -> None:
+        self._left, self._validate = _batches(columns), validate
+        self._is_awaited = self._is_cancelled = False
+        self.made = Future[None]()
+
+    def begin(self) -> None:
+        _copiers.submit(self._work)  # may raise, or be interrupted, once the work is queued
+
+    def wait(self) -> None:
         # Whoever cancels isn't served by more threads: a collection of garbage may call, with locks
         # held that other threads need to begin.
-        self._is_awaited = self._is_awaited or is_awaited
-        if self._copier is threading.current_thread():
-            return  # its last copy has been made, and a collection runs behind that
-        interrupt: BaseException | None = None
-        while not self._copied.is_set():  # what is still written to may not be left
-            interrupt = _waited(self._copied) or interrupt
-        if interrupt is not None:
-            raise interrupt
+        self._is_awaited = not self._is_cancelled
+        with suppress(CancelledError):
+            if (error := self.made.exception()) is not None and not self._is_cancelled:
+                raise error
+
+    def hold_device(self) -> None:
+        self._is_awaited = True
+        with suppress(CancelledError):
+            self.made.exception()
+
+    def cancel(self) -> bool:
+        """Make no further copy; return whether none is being made."""
+        self._is_cancelled = True
+        return self.made.cancel() or self.made.done()
 
     def _work(self) -> None:
-        with self._guard:
-            if self._is_cancelled:
-                return
-            self._is_copying = True
-        self._copier = threading.current_thread()
+        if not self.made.set_running_or_notify_cancel():
+            return
         try:
             faults.point("overlap.begun")
             while self._left and not self._is_cancelled:
                 # Somebody who waits is served by all threads, the training loop isn't disturbed.
                 if self._is_awaited and not self._is_cancelled:
-                    copy_many(*self._left.take(_AWAITED_BATCH))
+                    count = min(len(self._left), _AWAITED_BATCHES)
+                    batches = [self._left.popleft() for _ in range(count)]
+                    copy_many(*np.concatenate(batches, axis=1))
                 else:
-                    copy_many_here(*self._left.take(_BATCH))
+                    copy_many_here(*self._left.popleft())
             faults.point("overlap.copied")
-            self._validate()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._checks.clear()
-            with self._guard:
-                self._is_copying, then = False, self._then
-            try:
-                if then is not None:
-                    self._give_back(then)
-            finally:
-                self._copied.set()
-
-    def _give_back(self, then: Callable[[], None]) -> None:
-        try:
-            self._let_go()
-        finally:
-            then()
-
-    def _validate(self) -> None:
-        planned = self._planned
-        if self._is_cancelled or planned is None or planned.sources is None:
-            return
-        changed = [check for check in self._checks if not check.holds()]
-        if changed:
-            item = planned.tensors[planned.sources.addresses.index(changed[0].source)]
-            raise _changed(planned.items.index(item).fqn, len(changed))
-
-    def _validate_devices(self) -> None:
-        """Look once, before the optimizers' steps, at how often tensors on devices were written to.
-
-        Their bytes are there only once the device has copied them; nobody waits for that.
-        """
-        with self._guard:
-            changed = [one for one, version in self._written if one._version != version]
-            self._written = []
-            if changed and not self._is_cancelled and self._error is None:
-                what = f"a tensor of shape {list(changed[0].shape)} on {changed[0].device}"
-                self._error = _changed(what, len(changed))
+            if not self._is_cancelled:
+                self._validate()
+        except Exception as error:
+            self.made.set_exception(error)
+        except BaseException as error:  # who waits would take it for an interrupt of the wait
+            self.made.set_exception(DcpMemError(f"copies were interrupted: {error!r}"))
+        else:
+            self.made.set_result(None)
 
 
-def _waited(copied: threading.Event) -> BaseException | None:
-    """Wait for copies; return what interrupts that. What goes wrong with them is in `_error`."""
-    try:
-        copied.wait()
-    except BaseException as interrupt:
-        return interrupt
-    return None
-
-
-def _changed(first: str, count: int) -> DcpMemError:
-    return DcpMemError(
-        f"{first} and {count - 1} other tensors changed between the save and the optimizer's step, "
-        f"so the copy isn't the state that was to be saved: name every optimizer in overlap=, or "
-        f"save without overlap="
-    )
-
-
-class _Check:
-    """A tensor's fingerprint from before it was copied."""
-
-    def __init__(self, move: Move, tensor: torch.Tensor) -> None:
-        self._destination, self.source, self._nbytes = move
-        self._tensor, self._version = tensor, tensor._version
-        self._samples = _fingerprint(self.source, self._nbytes)
-
-    def holds(self) -> bool:
-        """Tell whether the copy is of the tensor as it was, as far as that can be told cheaply."""
-        is_same = _fingerprint(self._destination, self._nbytes) == self._samples
-        return is_same and self._tensor._version == self._version
+def _batches(columns: Columns) -> deque[Columns]:
+    """Return copies, none of which is empty, in batches of `_BATCH` bytes and at most once more."""
+    nbytes = columns[2]
+    counts = -(-nbytes // _BATCH)
+    starts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * _BATCH
+    pieces = np.repeat(columns, counts, axis=1) + np.stack([starts, starts, -starts])
+    pieces[2] = np.minimum(pieces[2], _BATCH)
+    batch = (np.cumsum(pieces[2]) - pieces[2]) // _BATCH
+    return deque(np.split(pieces, np.flatnonzero(np.diff(batch)) + 1, axis=1))
 
 
 def _fingerprint(address: int, nbytes: int) -> int:
@@ -333,59 +354,18 @@ def _fingerprint(address: int, nbytes: int) -> int:
     return zlib.crc32(data[:: max(1, nbytes // _SAMPLES)].tobytes())
 
 
-class _Copies:
-    """Copies that are left to make, in pieces of at most a batch."""
+def _found(tensors: Sequence[torch.Tensor], address: Columns, nbytes: Columns) -> Columns:
+    """Return for each piece of memory the number of a tensor that begins there and has it all.
 
-    def __init__(self) -> None:
-        self._columns = np.empty((3, 0), np.int64)
-        self._ends = self._columns[2]
-        self._first = 0
-
-    def __bool__(self) -> bool:
-        return self._first < len(self._ends)
-
-    def add(self, destination: Columns, source: Columns, nbytes: Columns) -> None:
-        """Add copies, none of which is empty; before any is taken."""
-        counts = -(-nbytes // _BATCH)
-        starts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts *= _BATCH
-        columns = np.repeat(np.stack([destination, source, nbytes]), counts, axis=1)
-        columns += np.stack([starts, starts, -starts])
-        columns[2] = np.minimum(columns[2], _BATCH)
-        self._columns = np.concatenate([self._columns, columns], axis=1)
-        self._ends = np.cumsum(self._columns[2])
-
-    def take(self, most: int) -> Columns:
-        """Take so many bytes of copies, or a little more; return their columns."""
-        first = self._first
-        begin = 0 if first == 0 else self._ends[first - 1]
-        self._first = int(np.searchsorted(self._ends, begin + most)) + 1
-        return self._columns[:, first : self._first]
-
-
-class _Tensors:
-    """Tensors, by the addresses of their memory."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        addresses, nbytes = addresses_of(tensors), sizes_of(tensors)
-        self._order = np.lexsort((nbytes, addresses))  # of those that begin alike, the largest last
-        self._addresses, self._nbytes = addresses[self._order], nbytes[self._order]
-        self._tensors = tensors
-
-    def find(self, address: Columns, nbytes: Columns) -> Columns:
-        """Return a number for each piece of memory: of a tensor that begins there and has it all.
-
-        Returns -1 where no tensor does, and for empty pieces.
-        """
-        place = np.searchsorted(self._addresses, address, side="right") - 1
-        if not len(self._tensors):
-            return place
-        is_found = (self._addresses[place] == address) & (nbytes <= self._nbytes[place])
-        return np.where(is_found & (nbytes > 0), place, -1)
-
-    def at(self, numbers: Columns) -> list[torch.Tensor]:
-        """Return tensors by their numbers."""
-        return [self._tensors[one] for one in self._order[numbers].tolist()]
+    Returns -1 where no tensor does, and for empty pieces.
+    """
+    if not tensors:
+        return np.full(len(address), -1)
+    starts, sizes = addresses_of(tensors), sizes_of(tensors)
+    order = np.lexsort((sizes, starts))  # of those that begin alike, the largest last
+    number = order[np.searchsorted(starts[order], address, side="right") - 1]
+    is_found = (starts[number] == address) & (nbytes > 0) & (nbytes <= sizes[number])
+    return np.where(is_found, number, -1)
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:

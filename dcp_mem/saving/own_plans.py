@@ -41,11 +41,17 @@ from dcp_mem.planning.plain_tensors import SourcesByBlock
 from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written, share_written
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import Structure
-from dcp_mem.runtime.frozen import WHY_NOT_WITH_PARITY, ItemKey, Split
+from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.plan import expected_tail, frozen_apart
-from dcp_mem.saving.values import NoCommonPlan, Planned, SaveContext, Unplanned
+from dcp_mem.saving.values import (
+    NoCommonPlan,
+    Planned,
+    SaveContext,
+    Unplanned,
+    expected_tail,
+    frozen_apart,
+)
 
 _PLANS_KEPT = 4
 
@@ -333,8 +339,6 @@ class OwnPlan:
     is_complex: bool
     whole: GlobalPlan | None  # the plan of all ranks, on the coordinator
     to_lowest_rank: bool  # whether the first rank that holds a chunk writes it
-    # which of `tensors` were frozen at the last save; None where none were
-    split: Split | None = None
 
     @cached_property
     def keys(self) -> Sequence[ItemKey]:
@@ -414,22 +418,10 @@ def planned_by(
         nbytes=layout.layout.nbytes + tail_nbytes,
         sources=sources.found if sources is not None else None,
         plan_id=plan.plan_id,
-        group=context.group,
     )
-    return planned if context.frozen is None else _without_frozen(context, plan, planned, items)
-
-
-def _without_frozen(
-    context: SaveContext, plan: OwnPlan, planned: Planned, items: RowItems
-) -> Planned:
-    """Return the same part of a plan with the frozen tensors apart."""
-    if context.settings.redundancy.parity:
-        context.session.frozen.warn_without_effect(WHY_NOT_WITH_PARITY)
+    if context.frozen is None:
         return planned
-    tensors = items.tensors(planned.tensors)
-    # Another thread may set its own at once: each is right.
-    planned, plan.split = frozen_apart(context, planned, plan.keys, tensors, plan.split)
-    return planned
+    return frozen_apart(context, planned, plan.keys, items.tensors(planned.tensors))
 
 
 def rows_of(planned: Planned) -> RowItems:

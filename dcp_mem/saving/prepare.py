@@ -26,9 +26,9 @@ from dcp_mem.policy.admission import Admission
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.plan import TAIL_ROOM, expected_specs, item_key, resolves_as_is
+from dcp_mem.saving.dcp_plan import expected_specs, item_key, resolves_as_is
 from dcp_mem.saving.room import expect
-from dcp_mem.saving.values import SaveContext
+from dcp_mem.saving.values import TAIL_ROOM, SaveContext
 
 for _kind in (
     metadata.ChunkStorageMetadata,
@@ -129,9 +129,9 @@ def _sizes(
     """Return what this rank's slots take, but for copies."""
     session, layout = context.session, context.session.layouts.of(specs)
     whole = SlotSizes(layout.layout.nbytes + TAIL_ROOM, layout)
-    if context.frozen is None or context.settings.redundancy.parity:
+    if context.frozen is None:
         return whole
-    parts = session.frozen.split(context.frozen, keys, list(map(resolve, keys)), layout, None)
+    parts = session.frozen.split(context.frozen, keys, list(map(resolve, keys)), layout)
     if parts is None:
         return whole
     is_there = session.frozen.has_segment(context.group)

@@ -15,7 +15,6 @@ from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.slots import SlotNeed, capacity_for, growth
 from dcp_mem.replicating.plan import incoming, incoming_seconds
 from dcp_mem.runtime.topology import Topology
-from dcp_mem.saving.plan import claims_of
 from dcp_mem.saving.retention import kept_checkpoints, records_nbytes
 from dcp_mem.saving.values import Planned, RankReport, SaveContext, Unplanned
 
@@ -29,7 +28,7 @@ def own_claims(planned: Attempted[Planned | Unplanned]) -> list[SlotNeed]:
     """
     if planned.error is not None or not isinstance(planned.value, Planned):
         return []
-    return claims_of(planned.value)
+    return planned.value.claims
 
 
 def kept_on(

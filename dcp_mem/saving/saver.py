@@ -54,6 +54,7 @@ from dcp_mem.saving.ahead import (
 from dcp_mem.saving.calls import DcpSave, ThreadCalls, called, opened_together
 from dcp_mem.saving.dcp_takeover import (
     DcpTakeover,
+    ReturnedMetadata,
     note_torch_plans,
     saves_to_lowest_rank,
     why_not_own_plan,
@@ -61,7 +62,6 @@ from dcp_mem.saving.dcp_takeover import (
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import FindCommonPlan, Plan, carry_out, save
-from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.streams import NothingNew, Streams
 from dcp_mem.saving.values import Completed, NoCommonPlan, Planned, SaveContext
 from dcp_mem.storage.destination import lives_in_one_process, trial_of
@@ -94,6 +94,10 @@ class Saver:
         self.saves_elsewhere = self.stages_alone = self.is_driven_otherwise = False
         self.is_closed = False
         self.frozen = frozen
+        if frozen is not None and settings.redundancy.parity:
+            why_not = "parity is made of all bytes of a checkpoint, and anew each time"
+            log.warning("frozen= has no effect: %s", why_not)
+            self.frozen = None
         self._token = new_token()
         self._run = ""
         self._next_info = SaveInfo()

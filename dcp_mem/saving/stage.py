@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -19,8 +18,8 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.frames import Spec
 from dcp_mem.format.layout import align
-from dcp_mem.memory.copying import Columns, Move, copy, copy_many, moves_of
-from dcp_mem.memory.device_copies import DeviceCopies, copy_stream
+from dcp_mem.memory.copying import Move, copy, copy_many, moves_of
+from dcp_mem.memory.device_copies import copy_stream
 from dcp_mem.memory.slot import Slot
 from dcp_mem.planning.plain_tensors import HOST, NO_MEMORY, PLAIN, lacks_memory
 from dcp_mem.planning.wrapper_tensors import (
@@ -34,9 +33,9 @@ from dcp_mem.planning.wrapper_tensors import (
 from dcp_mem.runtime.frozen import FilledFrozen
 from dcp_mem.runtime.layouts import put_frames
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.overlap import LaterCopies
-from dcp_mem.saving.plan import TAIL_ROOM
+from dcp_mem.saving.overlap import StagingCopies
 from dcp_mem.saving.values import (
+    TAIL_ROOM,
     Agreed,
     Filled,
     Items,
@@ -64,7 +63,7 @@ def stage(context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
     return _sealed(context, agreed, filled)
 
 
-def fill(session: Session, planned: Planned, later: LaterCopies | None = None) -> Filled:
+def fill(session: Session, planned: Planned, later: StagingCopies | None = None) -> Filled:
     """Copy this rank's items into a slot.
 
     1. Claim a slot, one whose pages are there already if possible, and write the layout's frames
@@ -75,13 +74,12 @@ def fill(session: Session, planned: Planned, later: LaterCopies | None = None) -
     4. Where some are frozen: hold on to the segment that has their bytes, or copy them to another
        slot.
 
-    `later`: takes the copies that need not be made at once; None: there are none. Raises
-    MemoryBudgetExceeded, Exception.
+    `later`: takes over copies, which its owner waits for. None: on return all have been made.
+    Raises MemoryBudgetExceeded, Exception.
     """
     frozen = None
     if planned.frozen is not None:
-        known = session.frozen.reused(planned.group, planned.frozen)
-        frozen = known or _fill_frozen(session, planned)
+        frozen = session.frozen.held(planned.frozen) or _fill_frozen(session, planned)
     try:
         # Without gradients DTensors hand over their local tensors themselves, not views of them.
         with torch.no_grad():
@@ -103,38 +101,37 @@ def _fill_frozen(session: Session, planned: Planned) -> FilledFrozen:
     items = planned.frozen
     assert items is not None
     identities, layout = items.identities(), items.layout
-    slot = session.slots.claim(layout.layout.nbytes, layout.frames)
+    slot, copies = session.slots.claim(layout.layout.nbytes, layout.frames), StagingCopies()
     try:
         put_frames(slot, layout)
         alone = replace(
             planned, tensors=items.rows, objects=(), layout=layout, sources=items.sources
         )
-        _copy_tensors(slot, alone, None)
+        _copy_tensors(slot, alone, copies)
+        copies.finish()
         faults.point("frozen.copied")
     except BaseException:
-        session.slots.abandon(slot)
+        copies.cancel(lambda: session.slots.abandon(slot))
         raise
     return session.frozen.made(items, slot, identities)
 
 
-def _fill(session: Session, planned: Planned, later: LaterCopies | None) -> Filled:
+def _fill(session: Session, planned: Planned, later: StagingCopies | None) -> Filled:
     """Copy all items but the frozen ones."""
-    slots, layout = session.slots, planned.layout.layout
+    slots, layout, copies = session.slots, planned.layout.layout, later or StagingCopies()
     nbytes = max(planned.nbytes, layout.nbytes) + TAIL_ROOM
     slot = slots.claim(nbytes, planned.layout.frames, mapped=layout.nbytes)
     try:
         faults.point("stage.claimed")
         put_frames(slot, planned.layout)
-        slow = _copy_tensors(slot, planned, later)
+        slow = _copy_tensors(slot, planned, copies)
         faults.point("stage.copied")
         tail = tuple(_append(slot, layout.nbytes, _streams(planned.items, slow, planned.objects)))
-        if later is not None:
-            later.begin()
-    except BaseException:
+        copies.begin()
         if later is None:
-            slots.abandon(slot)
-        else:
-            later.cancel(lambda: slots.abandon(slot))
+            copies.finish()
+    except BaseException:
+        copies.cancel(lambda: slots.abandon(slot))
         raise
     slow_ids = set(map(id, slow))
     dense = (
@@ -220,65 +217,42 @@ def _resolve(items: Items, item: Any) -> torch.Tensor:
         return detached(tensor)
 
 
-def _copy_tensors(slot: Slot, planned: Planned, later: LaterCopies | None) -> list[Any]:
-    """Copy dense tensors to their places; return the others' items. Raises _OtherThanPlanned."""
+def _copy_tensors(slot: Slot, planned: Planned, copies: StagingCopies) -> list[Any]:
+    """Copy dense tensors to their places, or have `copies` do it; return the others' items.
+
+    Raises _OtherThanPlanned.
+    """
     layout, sources = planned.layout.layout, planned.sources
     targets, nbytes = slot.address + layout.payload_offsets, layout.payload_nbytes
     if sources is None:
         places = list(zip(targets.tolist(), nbytes.tolist(), strict=True))
-        return _copy_one_by_one(slot, places, planned, later)
+        return _copy_one_by_one(slot, places, planned, copies)
     addresses = np.array(sources.addresses, np.int64)
-    if sources.devices is None:
-        _copy_from_host(targets, addresses, nbytes, later)
-        return []
-    on_device = np.array(sources.devices) != HOST
-    here, there = ~on_device, on_device & (nbytes > 0)
-    with _from_devices(targets[there], compress(sources.tensors, there.tolist()), later):
-        _copy_from_host(targets[here], addresses[here], nbytes[here], later)
+    is_here = np.ones(len(addresses), bool)
+    if sources.devices is not None:
+        is_here = np.array(sources.devices) == HOST
+        is_there = ~is_here & (nbytes > 0)
+        there = list(compress(sources.tensors, is_there.tolist()))
+        copies.take_from_devices(targets[is_there], there)
+    is_here[is_here] = copies.take(targets[is_here], addresses[is_here], nbytes[is_here])
+    here = targets[is_here], addresses[is_here], nbytes[is_here]
+    if faults.is_armed("stage.copying"):
+        _copy_moves(moves_of(*here))
+    else:
+        copy_many(*here)
     return []
 
 
-def _copy_from_host(
-    targets: Columns, addresses: Columns, nbytes: Columns, later: LaterCopies | None
-) -> None:
-    if later is not None:
-        at_once = later.take(targets, addresses, nbytes)
-        targets, addresses, nbytes = targets[at_once], addresses[at_once], nbytes[at_once]
-    if faults.is_armed("stage.copying"):
-        _copy_moves(moves_of(targets, addresses, nbytes))
-    else:
-        copy_many(targets, addresses, nbytes)
-
-
-@contextmanager
-def _from_devices(
-    targets: Columns, sources: Iterable[torch.Tensor], later: LaterCopies | None
-) -> Iterator[None]:
-    """Enqueue copies from devices; have made them at the end, unless they are left for later."""
-    if later is not None:
-        later.take_from_devices(targets, list(sources))
-        yield
-        return
-    copies = DeviceCopies()
-    try:
-        copies.begin(targets, list(sources))
-        yield
-    finally:
-        copies.finish()
-
-
 def _copy_one_by_one(
-    slot: Slot, places: Sequence[tuple[int, int]], planned: Planned, later: LaterCopies | None
+    slot: Slot, places: Sequence[tuple[int, int]], planned: Planned, copies: StagingCopies
 ) -> list[Any]:
     """Copy tensors of any kind, as the planner resolves them.
 
     In batches: tensors may be made just for us, by the planner or because they aren't contiguous,
-    and all of them at once might not fit.
+    and all of them at once might not fit. Only what doesn't take memory, or not much, is left to
+    `copies`.
     """
-    others, slow, place = OtherCopies(slot), [], iter(places)
-    moves: list[Move] = []
-    alive: list[torch.Tensor] = []
-    waiting = 0
+    batch, slow, place = TensorBatch(slot), [], iter(places)
     for item, spec in zip(planned.tensors, planned.layout.dense, strict=True):
         tensor, found = _resolved(planned.items, item)
         if found != spec:
@@ -287,27 +261,62 @@ def _copy_one_by_one(
             slow.append(item)
             continue
         address, nbytes = next(place)
-        if not nbytes:
-            continue
+        if nbytes:
+            batch.add(tensor, address, nbytes)
+            if tensor.is_cpu:
+                copies.pass_over(tensor)
+        # What isn't waited for is copied from the state dict, by no planner.
+        if (batch.made_nbytes if copies.are_left else batch.nbytes) >= _BATCH:
+            own = StagingCopies()
+            try:
+                batch.copy(own)
+            finally:
+                own.finish()
+            batch = TensorBatch(slot)
+    batch.copy(copies)
+    return slow
+
+
+class TensorBatch:
+    """Tensors to copy into a mapped slot, each as its kind needs."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self.nbytes = 0
+        self.made_nbytes = 0  # of device memory, for copies that are waiting
+        self._moves: list[Move] = []
+        self._alive: list[torch.Tensor] = []
+        self._targets: list[int] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor, address: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._alive.append(tensor)
         if (
             tensor.is_cpu
             and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and not tensor.is_conj()
+            and not (tensor.is_neg() or tensor.is_conj())
+            and (source_address := tensor.data_ptr())  # torch refuses one without memory
         ):
-            moves.append((address, tensor.data_ptr(), nbytes))
+            self._moves.append((address, source_address, nbytes))
+        elif copy_stream(tensor.device) is not None:
+            source = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            if source.data_ptr() != tensor.data_ptr():
+                self.made_nbytes += nbytes
+            self._targets.append(address)
+            self._sources.append(source)
         else:
-            others.copy(tensor, address, nbytes)
-        alive.append(tensor)
-        # What is left for later is copied from the state dict, by no planner.
-        waiting = waiting + nbytes if later is None else others.made_nbytes
-        if waiting >= _BATCH:
-            with others.under_way(None):
-                _copy_moves(moves)
-            moves, alive, waiting = [], [], 0
-    with others.under_way(later):
-        _copy_moves(moves)
-    return slow
+            assert self._slot.mapping is not None
+            buffer, start = self._slot.mapping.buffer, self._slot.address
+            offset = address - start
+            place = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+            place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+    def copy(self, copies: StagingCopies) -> None:
+        """Copy what was added, or have `copies` do it."""
+        if self._sources:
+            copies.take_from_devices(np.array(self._targets, np.int64), self._sources)
+        _copy_moves(self._moves)
 
 
 def _copy_moves(moves: Sequence[Move]) -> None:
@@ -317,41 +326,6 @@ def _copy_moves(moves: Sequence[Move]) -> None:
         faults.point("stage.copying")
         moves = moves[middle:]
     copy(moves)
-
-
-class OtherCopies:
-    """Copies, into a mapped slot, of tensors that are strided or on devices."""
-
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
-        self.made_nbytes = 0  # of device memory, for copies that are waiting
-        self._targets: list[int] = []
-        self._sources: list[torch.Tensor] = []
-
-    def copy(self, tensor: torch.Tensor, address: int, nbytes: int) -> None:
-        """Copy a tensor to an address in the slot, now; from a device, once `under_way`."""
-        if copy_stream(tensor.device) is not None:
-            source = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            if source.data_ptr() != tensor.data_ptr():
-                self.made_nbytes += nbytes
-            self._targets.append(address)
-            self._sources.append(source)
-            return
-        assert self._slot.mapping is not None
-        buffer, start = self._slot.mapping.buffer, self._slot.address
-        place = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=address - start)
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-
-    @contextmanager
-    def under_way(self, later: LaterCopies | None) -> Iterator[None]:
-        """Have devices copy what has been asked for; at the end of the context, it has been copied.
-
-        `later`: takes these copies over; the end of the context doesn't wait for them then.
-        """
-        targets, sources = np.array(self._targets, np.int64), self._sources
-        self._targets, self._sources, self.made_nbytes = [], [], 0
-        with _from_devices(targets, sources, later):
-            yield
 
 
 def _streams(items: Items, slow: Sequence[Any], objects: Sequence[Any]) -> Iterator[memoryview]:

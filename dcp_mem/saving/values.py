@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import field, replace
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_mem.comm import Ranks
@@ -18,7 +21,7 @@ from dcp_mem.config import Settings
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import RankItems
-from dcp_mem.format.layout import Layout
+from dcp_mem.format.layout import Layout, align
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.slot import Slot
 from dcp_mem.planning.plain_tensors import Sources
@@ -28,8 +31,8 @@ from dcp_mem.policy.admission import NodeMemory
 from dcp_mem.policy.order import UNNUMBERED, SaveNumber
 from dcp_mem.policy.persistence import Persisted
 from dcp_mem.policy.redundancy import Redundancy
-from dcp_mem.policy.slots import FreeSlot
-from dcp_mem.runtime.frozen import FilledFrozen, FrozenItems
+from dcp_mem.policy.slots import FreeSlot, SlotNeed
+from dcp_mem.runtime.frozen import FilledFrozen, FrozenItems, ItemKey
 from dcp_mem.runtime.last_saves import GroupKey, PlanKey, SavedPlan
 from dcp_mem.runtime.layouts import PlanLayout
 from dcp_mem.runtime.session import Session
@@ -93,6 +96,9 @@ class Items(Protocol):
         """Return the catalog of all segments, in their order. Called on rank 0."""
 
 
+TAIL_ROOM = 1 << 20
+"""Bytes reserved behind a layout for byte items, whose sizes no plan tells."""
+
 DCP_PLAN = "dcp"
 """Plan id of whatever DCP has planned: it hands the parts of one plan to all ranks."""
 
@@ -128,7 +134,16 @@ class Planned:
     filled: Callable[[], Filled] | None = None
     # further tensors, which have a segment of their own; None where there are none
     frozen: FrozenItems | None = None
-    group: GroupKey = ("", "")
+
+    @property
+    def claims(self) -> list[SlotNeed]:
+        """The slots that staging claims, in this order."""
+        if self.filled is not None:
+            return []
+        claims = [SlotNeed(self.nbytes + TAIL_ROOM, self.layout.frames)]
+        if self.frozen is not None and self.copied_frozen_nbytes:
+            claims.insert(0, SlotNeed(self.copied_frozen_nbytes, self.frozen.layout.frames))
+        return claims
 
     @property
     def copied_frozen_nbytes(self) -> int:
@@ -144,6 +159,61 @@ class Planned:
             return 0
         known = self.frozen.known
         return 0 if known is not None and known.is_replicated else self.frozen.layout.layout.nbytes
+
+
+def frozen_apart(
+    context: SaveContext,
+    planned: Planned,
+    keys: Sequence[ItemKey],
+    tensors: Sequence[torch.Tensor],
+) -> Planned:
+    """Return the same part of a plan with the frozen tensors apart, where there are enough."""
+    assert context.frozen is not None
+    known, whole, sources = context.session.frozen, planned.layout, planned.sources
+    split = known.split(context.frozen, keys, tensors, whole)
+    if split is None:
+        return planned
+    frozen = FrozenItems(
+        rows=list(compress(planned.tensors, split.is_frozen)),
+        keys=list(compress(keys, split.is_frozen)),
+        tensors=list(compress(tensors, split.is_frozen)),
+        layout=split.frozen,
+        sources=None if sources is None else sources.only(split.is_frozen),
+        is_lasting=not context.has_copies,  # those of a copy the next save won't find
+    )
+    if frozen.is_lasting:
+        frozen = replace(frozen, known=known.segment_of(context.group, frozen))
+    return replace(
+        planned,
+        tensors=list(compress(planned.tensors, split.is_other)),
+        layout=split.others,
+        nbytes=planned.nbytes - whole.layout.nbytes + split.others.layout.nbytes,
+        sources=None if sources is None else sources.only(split.is_other),
+        frozen=frozen,
+    )
+
+
+def expected_tail(
+    context: SaveContext, plan_id: str, objects: Sequence[Any], resolve: Callable[[Any], Any]
+) -> int:
+    """Return the bytes that the byte items will take, as far as that is worth knowing ahead.
+
+    They are those of the last save. Where there is a memory limit to keep, they are measured: they
+    may have grown.
+
+    `resolve`: makes an item's bytes.
+    """
+    saved = context.session.last_saves.plans.get(context.plan_key(plan_id))
+    last = 0
+    if saved is not None:
+        last = sum(align(nbytes) for _, nbytes in saved.segments.tail[context.ranks.rank])
+    if context.settings.memory_limit is None:
+        return last
+    streams = (resolve(item) for item in objects)
+    return max(
+        last,
+        sum(align(one.getbuffer().nbytes) for one in streams if isinstance(one, io.BytesIO)),
+    )
 
 
 # -- agree -----------------------------------------------------------------------------------------

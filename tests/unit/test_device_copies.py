@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from dcp_mem.planning import plain_tensors
 from dcp_mem.planning.plain_tensors import HOST
 from dcp_mem.saving import overlap as overlap_module
 from dcp_mem.saving import stage
-from dcp_mem.saving.overlap import LaterCopies
+from dcp_mem.saving.overlap import StagingCopies
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.roundtrip import Places, assert_same
 
@@ -147,6 +148,24 @@ def test_what_is_made_contiguous_is_copied_before_there_is_much_of_it(
             assert_same(state, _loaded(places, f"{step}", state))
     batches = ["enqueue 3", "waited"] * 2
     assert stream.log == [*batches, "enqueue 1", "hold", "waited"]
+
+
+def test_a_batch_that_fails_gives_its_slot_back_once_the_device_has_copied(
+    places: Places, stream: _Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(moves: Sequence[Move]) -> None:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(stage, "_BATCH", 3 * _on_device(0).nbytes)
+    monkeypatch.setattr(stage, "_copy_moves", fail)
+    stream.may_run.set()
+    state = {f"t{number}": _on_device(number).t() for number in range(4)}
+    with (
+        places.writer(persist=False) as writer,
+        pytest.raises(dcp.CheckpointException, match="no more memory"),
+    ):
+        dcp.save(state, checkpoint_id="0", storage_writer=writer)
+    assert stream.log == ["enqueue 3", "waited"]
 
 
 def test_an_asynchronous_save_holds_the_device_and_never_the_host(
@@ -278,7 +297,7 @@ def test_a_device_that_fails_leaves_the_slot_to_nobody_before_others_have_copied
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_copies, "copy_stream", lambda device: played)
         copies.begin(np.array([target.data_ptr()]), [source])
-        assert copies.are_under_way
+        assert copies.enqueued
         played.fails = RuntimeError("out of memory")
         with pytest.raises(RuntimeError, match="out of memory"):
             copies.begin(np.array([target.data_ptr()]), [source])
@@ -289,7 +308,7 @@ def test_a_device_that_fails_leaves_the_slot_to_nobody_before_others_have_copied
     played.may_run.set()
     waiting.join(60)
     assert torch.equal(target, source)
-    assert not copies.are_under_way
+    assert not copies.enqueued
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the device is lost"), KeyboardInterrupt()])
@@ -309,12 +328,12 @@ def test_all_copies_are_waited_for_whatever_happens_meanwhile(error: BaseExcepti
             raise AssertionError
 
     copies = DeviceCopies()
-    copies._enqueued = [Copies("first", []), Copies("second", [error])]
+    copies.enqueued = [Copies("first", []), Copies("second", [error])]
     with pytest.raises(type(error)):
         copies.finish()
     again = [] if isinstance(error, Exception) else ["second"]
     assert waits == ["second", *again, "first"]
-    assert not copies.are_under_way
+    assert not copies.enqueued
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -471,53 +490,65 @@ def test_windows_are_host_memory_whatever_the_default_device_and_whether_it_can_
     assert len(caplog.messages) == (not torch.cuda.is_available())
 
 
+def _one_host_copy() -> StagingCopies:
+    """Return the copy of one parameter, of two batches, which is to be made behind the loop."""
+    parameter = torch.nn.Parameter(torch.ones(overlap_module._BATCH // 4 + 1))
+    copies = StagingCopies(dcp_mem.Overlap(torch.optim.SGD([parameter])), are_left=True)
+    target = np.zeros(parameter.nbytes, np.uint8)
+    columns = np.array([[target.ctypes.data], [parameter.data_ptr()], [parameter.nbytes]])
+    assert copies.take(*columns).tolist() == [False]
+    copies._copies.read.append(target)  # type: ignore[arg-type]  # kept like what is read
+    return copies
+
+
 def test_an_interrupt_while_copies_are_given_back_leaves_none_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
-    copies = LaterCopies(dcp_mem.Overlap(optimizer), None, done.append)  # type: ignore[arg-type]
-    copies._copied.clear()
-    copies._is_copying = True
+    may_go_on, copies = threading.Event(), _one_host_copy()
+
+    def copy_here(*_: object) -> None:
+        assert may_go_on.wait(60)
+        done.append("host")
 
     class Copies:
         def wait(self) -> None:
+            if not done:
+                done.append("interrupted")
+                threading.Timer(0.1, may_go_on.set).start()
+                raise KeyboardInterrupt
             done.append("device")
 
         def hold_device(self) -> None:
             raise AssertionError
 
-    copies._in_time._enqueued = [Copies()]
-
-    def interrupted(copying: Any) -> BaseException:
-        if "interrupted" in done:
-            copying.set()
-            done.append("host")
-        done.append("interrupted")
-        return KeyboardInterrupt()
-
-    monkeypatch.setattr(overlap_module, "_waited", interrupted)
+    monkeypatch.setattr(overlap_module, "copy_many_here", copy_here)
+    copies.begin()
+    while not copies._host.made.running():  # type: ignore[union-attr]
+        time.sleep(0.001)
+    copies._copies.enqueued.append(Copies())
     with pytest.raises(KeyboardInterrupt):
-        copies.cancel(lambda: None)
-    assert done == ["interrupted", "host", "interrupted", "device"]
+        copies.cancel(lambda: done.append("given back"))
+    assert done == ["interrupted", "device", "host", "given back"]
 
 
 def test_a_collection_in_the_copiers_own_thread_gives_back_only_once_it_has_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
-    copies = LaterCopies(dcp_mem.Overlap(optimizer), None, done.append)  # type: ignore[arg-type]
+    is_given_back, copies = threading.Event(), _one_host_copy()
+
+    def give_back() -> None:
+        done.append("given back")
+        is_given_back.set()
 
     def copy_here(destination: Any, source: Any, nbytes: Any) -> None:
-        copies.cancel(lambda: done.append("given back"))
+        copies.cancel(give_back)
         done.append(f"copied {len(nbytes)}")
 
     monkeypatch.setattr(overlap_module, "copy_many_here", copy_here)
-    addresses = np.zeros(2, np.int64)
-    copies._left.add(addresses, addresses, np.full(2, overlap_module._BATCH))
     copies.begin()
-    assert copies._copied.wait(60)
+    assert is_given_back.wait(60)
     assert done == ["copied 1", "given back"]
     assert copies not in overlap_module._pending
     copies.cancel(lambda: done.append("once more"))  # from any other thread: at once
@@ -547,9 +578,9 @@ def test_a_save_from_a_signal_handler_may_wait_for_the_same_copies() -> None:
         def hold_device(self) -> None:
             raise AssertionError
 
-    copies._enqueued = [Copies(False), Copies(True)]
+    copies.enqueued = [Copies(False), Copies(True)]
     copies.finish()
-    assert not copies.are_under_way
+    assert not copies.enqueued
 
 
 def _loaded(places: Places, name: str, state: dict[str, Any]) -> dict[str, Any]:

@@ -18,46 +18,36 @@ import dcp_mem
 from dcp_mem.memory import copying
 from dcp_mem.memory.copying import addresses_of, copy_many_here
 from dcp_mem.saving import overlap
-from dcp_mem.saving.overlap import LaterCopies
+from dcp_mem.saving.overlap import StagingCopies
 
 
 @given(
-    sizes=st.lists(st.integers(1, 50), max_size=12),
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12),
     batch=st.integers(1, 20),
-    most=st.lists(st.integers(1, 70), min_size=1, max_size=4),
 )
-def test_batches_make_each_copy_once_and_in_order(
-    sizes: list[int], batch: int, most: list[int]
-) -> None:
+def test_batches_make_each_copy_once_and_in_order(sizes: list[int], batch: int) -> None:
     nbytes = np.array(sizes, np.int64)
     sources = np.cumsum(nbytes) - nbytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "_BATCH", batch)
-        left = overlap._Copies()
-        left.add(1_000 + sources, sources, nbytes)
         copied: list[int] = []
-        number = 0
-        while left:
-            wanted = most[number % len(most)]
-            columns = left.take(wanted)
-            assert columns[2].sum() < wanted + batch
+        for columns in overlap._batches(np.stack([1_000 + sources, sources, nbytes])):
+            assert columns[2].sum() < 2 * batch
             assert columns[2].max() <= batch
             for destination, source, count in columns.T.tolist():
                 assert destination == source + 1_000
                 copied += range(source, source + count)
-            number += 1
     assert copied == list(range(sum(sizes)))
 
 
 def test_a_piece_is_found_in_the_tensor_that_begins_there_and_has_all_of_it() -> None:
     memory = torch.zeros(100)
     tensors = [memory[10:20], memory[10:60], memory[10:12], torch.zeros(0), memory[70:]]
-    found = overlap._Tensors(tensors)
     base = memory.data_ptr()
 
     def tensor_of(first: int, count: int) -> torch.Tensor | None:
-        (number,) = found.find(np.array([base + 4 * first]), np.array([4 * count]))
-        return None if number < 0 else found.at(np.array([number]))[0]
+        (number,) = overlap._found(tensors, np.array([base + 4 * first]), np.array([4 * count]))
+        return None if number < 0 else tensors[number]
 
     assert tensor_of(10, 50) is tensors[1]
     assert tensor_of(10, 3) is tensors[1]
@@ -70,7 +60,7 @@ def test_a_piece_is_found_in_the_tensor_that_begins_there_and_has_all_of_it() ->
 
 
 def test_among_no_tensors_nothing_is_found() -> None:
-    assert overlap._Tensors([]).find(np.array([5, 0]), np.array([4, 0])).tolist() == [-1, -1]
+    assert overlap._found([], np.array([5, 0]), np.array([4, 0])).tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("may_use_the_kernel", [True, False])
@@ -90,14 +80,13 @@ def test_pieces_of_any_number_are_copied_in_this_thread(
 def test_addresses_of_devices_may_have_the_highest_bit_set(monkeypatch: pytest.MonkeyPatch) -> None:
     known = torch.zeros(2)
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: (1 << 63) + 16)
-    tensors = overlap._Tensors([known])
-    assert tensors.find(addresses_of([known]), np.array([8])).tolist() == [0]
+    assert overlap._found([known], addresses_of([known]), np.array([8])).tolist() == [0]
 
 
-def _one_copy() -> tuple[LaterCopies, torch.Tensor]:
+def _one_copy() -> tuple[StagingCopies, torch.Tensor]:
     parameter, target = torch.nn.Parameter(torch.ones(3)), torch.zeros(3)
     optimizer = torch.optim.SGD([parameter])
-    copies = LaterCopies(dcp_mem.Overlap(optimizer), None, print)  # type: ignore[arg-type]
+    copies = StagingCopies(dcp_mem.Overlap(optimizer))
     columns = np.array([[target.data_ptr()], [parameter.data_ptr()], [12]])
     assert copies.take(*columns).tolist() == [False]
     return copies, target
@@ -154,4 +143,4 @@ def test_what_is_not_validated_is_not_kept_beyond_its_copies() -> None:
     copies.begin()
     copies.finish()
     assert target.sum() == 3
-    assert not copies._read
+    assert not copies._copies.read

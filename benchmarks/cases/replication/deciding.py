@@ -226,7 +226,7 @@ class _Job:
         }
 
     def copies_of_a_save(self) -> object:
-        """Find the copies as `dcp_mem.saving.redundancy` does, several times in each save."""
+        """Find the copies as `dcp_mem.saving.pipeline` does, several times in each save."""
         sizes = tuple(capacity_for(nbytes) for nbytes in self.sizes)
         found = copies_of(self.nodes, self.nodes, sizes, 1)
         return [copy for copy in found if self.nodes[copy.receiver] == self.nodes[0]]

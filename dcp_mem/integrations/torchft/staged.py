@@ -30,11 +30,11 @@ from dcp_mem.format.checksums import BlockChecksums, Blocks, Crcs, blocks_of, ch
 from dcp_mem.format.layout import ALIGNMENT, align
 from dcp_mem.format.saved_streams import why_refused
 from dcp_mem.memory import pinning
-from dcp_mem.memory.copying import copy
 from dcp_mem.memory.slot import nameless_slot
 from dcp_mem.memory.views import view_of
-from dcp_mem.planning.plain_tensors import PLAIN, is_plain
-from dcp_mem.saving.stage import OtherCopies
+from dcp_mem.planning.plain_tensors import PLAIN
+from dcp_mem.saving.overlap import StagingCopies
+from dcp_mem.saving.stage import TensorBatch
 
 MARK_NBYTES = ALIGNMENT
 """Random bytes at the beginning of a slot, by which a reader knows it has opened the right file."""
@@ -67,17 +67,15 @@ class StagedState:
         pinning.pin(slot)
         _wait_for_devices(parts)
         view_of(slot.address, MARK_NBYTES)[:] = self.mark
-        moves, others = [], OtherCopies(slot)
+        batch, copies = TensorBatch(slot), StagingCopies()
         first = slot.address + MARK_NBYTES
         for tensor, offset in zip(parts.tensors, self._offsets, strict=True):
-            if not tensor.nbytes:
-                continue
-            if is_plain(tensor):
-                moves.append((first + offset, tensor.data_ptr(), tensor.nbytes))
-            else:
-                others.copy(tensor, first + offset, tensor.nbytes)
-        with others.under_way(None):
-            copy(moves)
+            if tensor.nbytes:
+                batch.add(tensor, first + offset, tensor.nbytes)
+        try:
+            batch.copy(copies)
+        finally:
+            copies.finish()
         faults.point("torchft.staged")
 
     @property
