@@ -90,7 +90,7 @@ class Catalog:
     An entry is a name of DCP's metadata; each of its rows is one item. The rows of an entry are
     adjacent, in the lexicographic order of their offsets. `width` is the largest number of
     dimensions. Rows are kept as runs, which entries share; there may be a thousand times as many
-    rows as runs, so loads ask for single ones (`rows_at`), and columns of all rows are made when
+    rows as runs, so loads ask for single ones (`writers_at`), and columns of all rows are made when
     they are first asked for.
     """
 
@@ -212,20 +212,6 @@ class Catalog:
         """Of each row, its entry, and which of that entry's rows it is."""
         return self.entry_of_row(), counted(np.diff(self.first))
 
-    def rows_at(self, entry: Ints, row: Ints) -> Rows:
-        """Return some rows.
-
-        `entry`: of each: its entry; ascending. `row`: of each: which of its entry's rows it is;
-        ascending within each entry.
-        """
-        return Rows(
-            first=np.searchsorted(entry, np.arange(len(self.name) + 1)),
-            offset=self.boxes.at(self.offset_runs[entry], row[:, None]),
-            extent=self.boxes.at(self.extent_runs[entry], row[:, None]),
-            writer=self.writers_at(entry, row),
-            number=self.numbers_at(entry, row),
-        )
-
     def boxes_of(self, entry: int) -> tuple[Ints, Ints]:
         """Return offsets and extents of an entry's rows: int64[rows, width] each."""
         row = np.arange(int(self.first[entry + 1] - self.first[entry]))[:, None]
@@ -233,28 +219,12 @@ class Catalog:
         return self.boxes.at(offset_runs[None], row), self.boxes.at(extent_runs[None], row)
 
     def writers_at(self, entry: Ints, row: Ints) -> Ints:
-        """Return the writers of some rows; the arguments are those of `rows_at`, in any order."""
+        """Return the writers of some rows: of each, its entry, and which of that's rows it is."""
         return self.places.at(self.writer_runs[entry], row)
 
     def numbers_at(self, entry: Ints, row: Ints) -> Ints:
-        """Return the numbers of some rows; the arguments are those of `rows_at`, in any order."""
+        """Return the numbers of some rows; the arguments are those of `writers_at`."""
         return self.first_number[entry] + self.places.at(self.number_runs[entry], row)
-
-    def specimens(self) -> Iterator[Rows]:
-        """Yield the rows of entries in which an order or a missing number can be wrong.
-
-        Of many that can be wrong only together, one is yielded. Few rows are made at once.
-        """
-        counts = np.diff(self.first)
-        is_lacking = self.first_number + self.places.bounds[0, self.number_runs] < 0
-        entries = np.flatnonzero((counts > 1) | is_lacking)
-        numbers = np.where(is_lacking, [self.number_runs, self.first_number], -1)
-        facts = np.column_stack([counts, self.offset_runs, self.writer_runs, *numbers])
-        entries = np.sort(entries[distinct_rows(facts[entries])[0]])
-        counts = counts[entries]
-        for part in portions(counts, _ROWS_AT_ONCE):
-            entry = np.repeat(entries[part], counts[part])
-            yield self.rows_at(entry, counted(counts[part]))
 
     def most_numbers(self) -> Ints:
         """Return the largest number of each writer's rows; -1 for a writer without any."""
@@ -508,23 +478,40 @@ def _contradictions(catalog: Catalog) -> Iterator[str]:
         bounds[:, catalog.number_runs] + first, -1, _MOST
     ):
         yield "numbers"
-    for rows in catalog.specimens():
-        if not _are_in_order(rows):
+    counts = np.diff(catalog.first)
+    for entry, row in _rows_of_some(counts, counts > 1, catalog.offset_runs):
+        offset = catalog.boxes.at(catalog.offset_runs[entry], row[:, None])
+        if not _are_in_order(offset, row):
             yield "order of its rows"
-        if ((rows.number < 0) & (rows.writer >= 0)).any():
+    lacks = first + bounds[0, catalog.number_runs] < 0
+    for entry, row in _rows_of_some(counts, lacks, catalog.writer_runs, catalog.number_runs, first):
+        if (catalog.numbers_at(entry, row)[catalog.writers_at(entry, row) >= 0] < 0).any():
             yield "items without a number"
 
 
-def _are_in_order(rows: Rows) -> bool:
-    """Return whether the rows of each entry ascend by offset; several may have the same."""
-    before, after = rows.offset[:-1], rows.offset[1:]
+def _rows_of_some(
+    counts: Ints, is_wanted: npt.NDArray[np.bool_], *facts: Ints
+) -> Iterator[tuple[Ints, Ints]]:
+    """Yield entry and row of the rows of wanted entries, one of those with equal facts each.
+
+    Few rows are made at once.
+    """
+    entries = np.flatnonzero(is_wanted)
+    kinds = np.column_stack([counts, *facts])[entries]
+    entries = np.sort(entries[distinct_rows(kinds)[0]])
+    counts = counts[entries]
+    for part in portions(counts, _ROWS_AT_ONCE):
+        yield np.repeat(entries[part], counts[part]), counted(counts[part])
+
+
+def _are_in_order(offset: Ints, row: Ints) -> bool:
+    """Return whether rows ascend by offset, anew from each row 0; several may have the same."""
+    before, after = offset[:-1], offset[1:]
     if not after.size:
         return True
     decisive = (after != before).argmax(axis=1)[:, None]
     falls = np.take_along_axis(after < before, decisive, axis=1)[:, 0]
-    begins = rows.first[(rows.first > 0) & (rows.first < len(rows.offset))]
-    falls[begins - 1] = False
-    return not falls.any()
+    return not falls[row[1:] > 0].any()
 
 
 def _are_distinct(column: Ints) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -46,6 +46,10 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a chunk."""
 _Place = tuple[int, int]
 """Index of the writer, and of the item in its segment."""
+_Places = dict[tuple[str, tuple[int, ...] | None], _Place]
+"""By name and offset: where an item is written."""
+_Entry = tuple[str, int, tuple[int, ...], list[tuple[_Box, _Place]]]
+"""Name, `Catalog.properties`, size, and rows."""
 _NOWHERE = (-1, -1)
 _MANY_ROWS, _FEW_ROWS_OF_ENTRY = 1 << 17, 16
 """Of more rows than either, in all and an entry, none become objects before somebody asks for them.
@@ -166,54 +170,6 @@ def _properties(one: Properties) -> TensorProperties:
 # -- from DCP's metadata to a catalog -------------------------------------------------------------
 
 
-class _Entries:
-    """Collects the entries and rows of a catalog."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = {name: number for number, name in enumerate(names)}
-        self.table: dict[Properties, int] = {}
-        self._entries: list[tuple[int, int, tuple[int, ...]]] = []
-        self._boxes: list[_Box] = []
-        self._places: list[_Place] = []
-        self._first = [0]
-
-    def add(
-        self, name: str, kind: int, size: tuple[int, ...], rows: Sequence[tuple[_Box, _Place]]
-    ) -> None:
-        if type(name) is not str:
-            raise MetadataNotDescribable(f"an entry under {name!r}, which is no text")
-        self._entries.append((self.names.setdefault(name, len(self.names)), kind, size))
-        for box, place in rows:
-            self._boxes.append(box)
-            self._places.append(place)
-        self._first.append(len(self._boxes))
-
-    def columns(self) -> dict[str, Ints]:
-        """Return those columns of a catalog that belong to entries."""
-        names, kinds, sizes = zip(*self._entries, strict=True) if self._entries else ((), (), ())
-        return {
-            "name": np.array(names, np.int64),
-            "properties": np.array(kinds, np.int64),
-            "dimensions": np.fromiter(map(len, sizes), np.int64, len(sizes)),
-            "size": _padded(sizes, self._width, 1),
-        }
-
-    def rows(self) -> Rows:
-        offsets, extents = zip(*self._boxes, strict=True) if self._boxes else ((), ())
-        writer, number = np.array(self._places, np.int64).reshape(-1, 2).T
-        return Rows(
-            first=np.array(self._first, np.int64),
-            offset=_padded(offsets, self._width, 0),
-            extent=_padded(extents, self._width, 1),
-            writer=writer,
-            number=number,
-        )
-
-    @property
-    def _width(self) -> int:
-        return max((len(size) for _, _, size in self._entries), default=0)
-
-
 def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
     """Return the catalog of a plan that torch made.
 
@@ -222,29 +178,40 @@ def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
 
     Raises MetadataNotDescribable.
     """
-    places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+    places: _Places = {}
     for writer, of_rank in enumerate(items):
         for number, index in enumerate(of_rank.indexes):
             places[index.fqn, index.offset] = (writer, number)
     planner_data = metadata.planner_data
     has_paths = _are_paths(planner_data)
-    entries = _Entries(planner_data if has_paths else ())
-    for name, found in metadata.state_dict_metadata.items():
-        if isinstance(found, BytesStorageMetadata):
-            entries.add(name, BYTES, (), [(((), ()), places.pop((name, None), _NOWHERE))])
-        elif isinstance(found, TensorStorageMetadata):
-            kind = entries.table.setdefault(_described(name, found.properties), len(entries.table))
-            entries.add(name, kind, tuple(found.size), _rows(name, found, places))
-        else:
-            raise MetadataNotDescribable(f"{name} is a {type(found).__name__}")
-    _add_loose(entries, places)
+    table: dict[Properties, int] = {}
+    entries = [*_entries(metadata, table, places), *_loose_entries(places)]
+    names = list(
+        dict.fromkeys([*(planner_data if has_paths else ()), *(one[0] for one in entries)])
+    )
+    odd = [name for name in names if type(name) is not str]
+    if odd:
+        raise MetadataNotDescribable(f"an entry under {odd[0]!r}, which is no text")
+    number_of = {name: number for number, name in enumerate(names)}
+    rows = [row for *_, of_entry in entries for row in of_entry]
+    width = max((len(size) for _, _, size, _ in entries), default=0)
     layouts = {of_rank.layout.key: of_rank.layout for of_rank in items}
     numbers = {key: number for number, key in enumerate(layouts)}
     return catalog_of_rows(
-        entries.rows(),
-        names=tuple(entries.names),
-        paths=[planner_data.get(name) for name in entries.names] if has_paths else None,
-        table=tuple(entries.table),
+        Rows(
+            first=np.cumsum([0, *(len(of_entry) for *_, of_entry in entries)]),
+            offset=_padded([offset for (offset, _), _ in rows], width, 0),
+            extent=_padded([extent for (_, extent), _ in rows], width, 1),
+            writer=np.array([writer for _, (writer, _) in rows], np.int64),
+            number=np.array([number for _, (_, number) in rows], np.int64),
+        ),
+        name=np.array([number_of[name] for name, *_ in entries], np.int64),
+        properties=np.array([kind for _, kind, *_ in entries], np.int64),
+        dimensions=np.array([len(size) for _, _, size, _ in entries], np.int64),
+        size=_padded([size for _, _, size, _ in entries], width, 1),
+        names=tuple(names),
+        paths=[planner_data.get(name) for name in names] if has_paths else None,
+        table=tuple(table),
         ranks=np.array([of_rank.rank for of_rank in items], np.int64),
         layout_of=np.array([numbers[of_rank.layout.key] for of_rank in items], np.int64),
         layouts=tuple(layouts.values()),
@@ -252,15 +219,22 @@ def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
         planner_pickle=b""
         if has_paths or planner_data is None
         else pickle.dumps(planner_data, protocol=3),
-        **entries.columns(),
     )
 
 
-def _rows(
-    name: str,
-    found: TensorStorageMetadata,
-    places: dict[tuple[str, tuple[int, ...] | None], _Place],
-) -> list[tuple[_Box, _Place]]:
+def _entries(metadata: Metadata, table: dict[Properties, int], places: _Places) -> Iterator[_Entry]:
+    """Yield what the metadata has; remove from `places` what is written of it."""
+    for name, found in metadata.state_dict_metadata.items():
+        if isinstance(found, BytesStorageMetadata):
+            yield name, BYTES, (), [(((), ()), places.pop((name, None), _NOWHERE))]
+        elif isinstance(found, TensorStorageMetadata):
+            kind = table.setdefault(_described(name, found.properties), len(table))
+            yield name, kind, tuple(found.size), _rows(name, found, places)
+        else:
+            raise MetadataNotDescribable(f"{name} is a {type(found).__name__}")
+
+
+def _rows(name: str, found: TensorStorageMetadata, places: _Places) -> list[tuple[_Box, _Place]]:
     """Return a tensor's chunks in order, each once; remove those from `places` that are written."""
     boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks}
     dimensions = len(found.size)
@@ -272,10 +246,8 @@ def _rows(
     ]
 
 
-def _add_loose(
-    entries: _Entries, places: Mapping[tuple[str, tuple[int, ...] | None], _Place]
-) -> None:
-    """Add entries for what is written but isn't in the metadata.
+def _loose_entries(places: _Places) -> Iterator[_Entry]:
+    """Yield entries for what is written but isn't in the metadata.
 
     Of each name, all items with the same number of dimensions become one entry.
     """
@@ -286,7 +258,7 @@ def _add_loose(
         loose.setdefault((name, dimensions), []).append(((box, (1,) * len(box)), place))
     for (name, dimensions), rows in loose.items():
         kind = LOOSE_BYTES if dimensions < 0 else LOOSE_CHUNKS
-        entries.add(name, kind, (1,) * max(dimensions, 0), sorted(rows))
+        yield name, kind, (1,) * max(dimensions, 0), sorted(rows)
 
 
 def _are_paths(planner_data: Any) -> bool:
