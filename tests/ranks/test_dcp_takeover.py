@@ -54,7 +54,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.saving.ahead import copied
 from tests.support.checkpoints import sharding
-from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.jobs import slots_of, wait_until
 from tests.support.checkpoints.models import rows_of_five
 from tests.support.checkpoints.plans import (
     TorchLoadPlanner,
@@ -316,6 +316,8 @@ def _saves_changing_plans(places: Places, options: dict[str, bool], one_planner:
             assert_same_content(returned, theirs)
             comes_back(places, "torch", state, roads=FROM_MEMORY)
             dist.barrier()
+        assert slots_of(Path(places.memory, places.job)) <= 2 * (3 + 1)
+        dist.barrier()
 
 
 @pytest.mark.parametrize("one_planner", [False, True], ids=["a planner each", "one planner"])
