@@ -233,18 +233,3 @@ def test_a_wait_for_a_save_that_goes_on_ends_with_its_time(memory_root: Path) ->
             may_go_on.set()
         manager.wait(1, dcp_mem.State.COMPLETE)
         assert manager.latest() == 1
-
-
-def test_a_save_that_fails_before_it_calls_the_writer_holds_up_no_other_one(
-    memory_root: Path,
-) -> None:
-    with MemoryStorageWriter(None, memory_root=memory_root, job="job") as writer:
-        state = {"x": torch.ones(2)}
-        dcp_mem.async_save(state, checkpoint_id="first", storage_writer=writer).result()
-        with patch("dcp_mem.functional.saves.dcp.save", side_effect=OSError("not even begun")):
-            failed = dcp_mem.async_save(state, checkpoint_id="failed", storage_writer=writer)
-            with pytest.raises(OSError, match="not even begun"):
-                failed.result()
-        dcp_mem.save(state, checkpoint_id="next", storage_writer=writer)
-        assert failed.done()
-        assert next(one.name for one in writer.status()) == "next"

@@ -70,9 +70,12 @@ def _reject_while_older_ones_leave(root: Path) -> tuple[int | None, list[str], t
     """Reject step-4 between its completion and the retention that this rank then applies."""
     with _manager(root, None, keep_memory=2) as manager:
         _save(manager, 1, 2, 3)
-        rejecting = ["reject", "step-4", "--why", "the loss is NaN"]
-        shell = Shell(Job(None, str(root)))
-        with faults.at_point("complete.manifest", lambda: shell.run(*rejecting)):
+
+        def reject() -> None:
+            told = Shell(Job(None, str(root))).run("reject", "step-4", "--why", "the loss is NaN")
+            assert told.exit_code == 0, told.output
+
+        with faults.at_point("complete.manifest", reject):
             _save(manager, 4)
         assert manager.restore(_state(0)) == 3
         passed_over = manager.report().passed_over

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +23,7 @@ from tests.support.checkpoints.jobs import slots_of, wait_for_spare_slots
 from tests.support.checkpoints.plans import SAVES
 from tests.support.checkpoints.roundtrip import Places, State
 from tests.support.processes import faults
-from tests.support.processes.forks import forked, raised_by
+from tests.support.processes.forks import forked, in_process, raised_by
 
 ROADS = ("dcp.save", "dcp_mem.save")
 _NUMBERS = 3 << 20
@@ -107,7 +105,8 @@ def test_a_save_that_dcp_breaks_off_takes_no_slot_with_it(places: Places) -> Non
     assert slots_of(Path(places.memory, places.job)) <= 2 + 1
 
 
-def _saves_by_another_writer(places: Places) -> None:
+@in_process
+def test_another_writer_saves_on_after_a_save_that_was_broken_off(places: Places) -> None:
     def refusing(plan: Any) -> Any:
         raise ValueError("not today")
 
@@ -124,11 +123,9 @@ def _saves_by_another_writer(places: Places) -> None:
     assert slots_of(Path(places.memory, places.job)) <= 2 + 1
 
 
-def test_another_writer_saves_on_after_a_save_that_was_broken_off(places: Places) -> None:
-    forked(_saves_by_another_writer, places)
-
-
-def _saves_within_a_save(places: Places, road: str) -> None:
+@pytest.mark.parametrize("road", ROADS)
+@in_process
+def test_a_save_within_a_save_takes_no_bytes_from_it(places: Places, road: str) -> None:
     """A signal handler saves as the outer save's ranks agree."""
     with places.writer(keep_memory=3, persist=False) as writer:
         for step in range(4):
@@ -149,11 +146,8 @@ def _saves_within_a_save(places: Places, road: str) -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_a_save_within_a_save_takes_no_bytes_from_it(places: Places, road: str) -> None:
-    forked(_saves_within_a_save, places, road)
-
-
-def _skips_a_save(places: Places, road: str) -> None:
+@in_process
+def test_a_save_that_is_skipped_harms_no_later_one(places: Places, road: str) -> None:
     """The ranks agree to skip a save, for which there is no room."""
     with places.writer(
         keep_memory=1, persist=False, on_full="skip", memory_limit="40MiB"
@@ -165,12 +159,10 @@ def _skips_a_save(places: Places, road: str) -> None:
         _assert_loads(places, None, 3)
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_save_that_is_skipped_harms_no_later_one(places: Places, road: str) -> None:
-    forked(_skips_a_save, places, road)
-
-
-def _leaves_what_is_read(places: Places) -> None:
+@in_process
+def test_a_checkpoint_that_is_read_stays_and_another_one_leaves_in_its_place(
+    places: Places,
+) -> None:
     with places.writer(keep_memory=2, persist=False) as writer:
 
         def save(step: int) -> set[str]:
@@ -183,30 +175,6 @@ def _leaves_what_is_read(places: Places) -> None:
             fcntl.flock(held, fcntl.LOCK_SH)  # as whoever reads the checkpoint does
             assert [save(step) for step in (1, 2, 3)][-1] == {"step-0", "step-3"}
         assert save(4) == {"step-3", "step-4"}
-
-
-def test_a_checkpoint_that_is_read_stays_and_another_one_leaves_in_its_place(
-    places: Places,
-) -> None:
-    forked(_leaves_what_is_read, places)
-
-
-def _keeps_nothing(places: Places, road: str) -> None:
-    gc.disable()
-    with places.writer(keep_memory=2, persist=False) as writer:
-        _warm(road, writer)
-        tensor = torch.full((_NUMBERS,), 3.0)
-        alive = weakref.ref(tensor)
-        _save(road, writer, {"model": {"weights": tensor}, "step": 3}, "step-3")
-        del tensor
-        assert alive() is None, "the save has kept what it copied"
-
-
-@pytest.mark.parametrize("road", ROADS)
-def test_a_tensor_that_was_saved_is_freed_though_no_collector_runs(
-    places: Places, road: str
-) -> None:
-    forked(_keeps_nothing, places, road)
 
 
 # -- saves that wait for earlier ones --------------------------------------------------------------
@@ -243,7 +211,8 @@ def _behind_a_held_save(places: Places) -> Iterator[tuple[MemoryStorageWriter, t
         begun.result(60)
 
 
-def _is_interrupted_as_it_waits(places: Places) -> None:
+@in_process
+def test_a_save_that_waits_for_another_one_can_be_interrupted(places: Places) -> None:
     with _behind_a_held_save(places) as (writer, may_go_on):
         with (
             _on_signal(signal.SIGINT, signal.default_int_handler),
@@ -256,11 +225,8 @@ def _is_interrupted_as_it_waits(places: Places) -> None:
         assert "waits" not in [one.name for one in writer.status()]
 
 
-def test_a_save_that_waits_for_another_one_can_be_interrupted(places: Places) -> None:
-    forked(_is_interrupted_as_it_waits, places)
-
-
-def _saves_in_a_handler(places: Places) -> None:
+@in_process
+def test_a_save_in_a_signal_handler_comes_before_the_one_that_waits(places: Places) -> None:
     """The handler's save comes before the one that waits, and that one is made all the same."""
     with _behind_a_held_save(places) as (writer, may_go_on):
 
@@ -273,7 +239,3 @@ def _saves_in_a_handler(places: Places) -> None:
         assert [one.name for one in writer.status()][:3] == ["interrupted", "handler", "held"]
         _assert_loads(places, "handler", 1)
         _assert_loads(places, None, 2)
-
-
-def test_a_save_in_a_signal_handler_comes_before_the_one_that_waits(places: Places) -> None:
-    forked(_saves_in_a_handler, places)
