@@ -34,6 +34,7 @@ from dcp_mem.comm.relay import Tree, tree_of
 from dcp_mem.comm.timed_store import BorrowedStore, MeetingPlace, TimedStore, own_connection
 from dcp_mem.comm.transports import Pair, connected
 from dcp_mem.comm.waits import Waits
+from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.config import Purpose, exchange_timeout
 from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
@@ -246,6 +247,7 @@ class JobRanks:
         return f"{self._name}/{self._generation}/broken"
 
     def _guarded(self, what: str, act: Callable[[TcpWire], T]) -> T:
+        faults.point("ranks.exchange")
         if self._failed is not None:
             raise RankFailed(*self._failed)
         # Not at once: other ranks may be busy for a while, and the silent one behind a bad cable.

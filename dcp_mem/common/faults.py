@@ -53,6 +53,7 @@ POINTS = (
     "export.shard",  # one shard of an export is whole
     "export.shards",  # all are, and there is no index
     "export.shown",  # the export is there, and the agent doesn't know it
+    "ranks.exchange",  # this rank is about to exchange something with the others
     "recover.surveyed",  # every rank knows what every node holds
     "recover.told",  # nodes that hold nothing of the checkpoint have its catalog
     "load.batch",  # bytes for several ranks, or of another node, are there

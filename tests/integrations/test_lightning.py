@@ -51,7 +51,7 @@ from tests.support.frameworks.lightning_job import (
     trainer,
 )
 from tests.support.nodes.cluster import Cluster
-from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
+from tests.support.processes.forks import forked, forked_ranks, forking, in_process, raised_by
 from tests.support.processes.launch import run_torchrun
 from tests.support.storage import gated
 
@@ -218,7 +218,11 @@ def test_the_newest_on_storage_is_removed_once_storage_has_a_newer_one(
     plugin.teardown()
 
 
-def _fails_to_flush(memory: str) -> list[str]:
+@in_process
+def test_the_newest_on_storage_stays_where_its_successor_cannot_be_flushed(
+    memory_root: Path,
+) -> None:
+    memory = str(memory_root)
     gate = gated.install()
     root = "gated://bucket/run"
     plugin = MemoryCheckpointIO(root, memory_root=memory, persist=every_n_saves(10), agent="thread")
@@ -229,13 +233,9 @@ def _fails_to_flush(memory: str) -> list[str]:
     gate.failure = PermissionError("not yours")
     with pytest.raises(FlushFailed):
         plugin.teardown()
-    return [path for path in gated.files() if path.endswith("/.metadata")]
-
-
-def test_the_newest_on_storage_stays_where_its_successor_cannot_be_flushed(
-    memory_root: Path,
-) -> None:
-    assert forked(_fails_to_flush, str(memory_root)) == ["gated://bucket/run/1.ckpt/.metadata"]
+    assert [path for path in gated.files() if path.endswith("/.metadata")] == [
+        "gated://bucket/run/1.ckpt/.metadata"
+    ]
 
 
 def test_what_a_skipped_save_was_to_replace_stays_until_one_succeeds(
@@ -462,16 +462,14 @@ def test_a_signal_has_the_newest_flushed(memory_root: Path, tmp_path: Path) -> N
     forked(_callback, str(tmp_path / "run"), str(memory_root))
 
 
-def _without_plugin(root: str) -> None:
+@in_process
+def test_the_callback_says_that_it_needs_the_plugin(tmp_path: Path) -> None:
+    root = str(tmp_path)
     trainer_without = pl.Trainer(
         accelerator="cpu", logger=False, callbacks=[MemoryCheckpoint(root)]
     )
     with pytest.raises(ConfigError, match="plugins="):
         trainer_without.fit(Model(), ckpt_path="last")
-
-
-def test_the_callback_says_that_it_needs_the_plugin(tmp_path: Path) -> None:
-    forked(_without_plugin, str(tmp_path))
 
 
 # -- names that are taken --------------------------------------------------------------------------
@@ -685,7 +683,11 @@ _CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # as it is saved, and a
 ]
 
 
-def _restores_optimizer(memory: str, number: int) -> None:
+@needs_fsdp_on_cpu
+@pytest.mark.parametrize("number", range(len(_CASES)))
+@in_process
+def test_a_sharded_optimizer_gets_all_that_was_saved_of_it(memory_root: Path, number: int) -> None:
+    memory = str(memory_root)
     saved, fresh = _CASES[number]
     ended, began = _resumed_after(memory, f"{number}", _Heads(**saved), _Heads(**fresh))
     ended["lr"], began["lr"] = float(ended["lr"]), float(began["lr"])
@@ -695,24 +697,16 @@ def _restores_optimizer(memory: str, number: int) -> None:
 
 
 @needs_fsdp_on_cpu
-@pytest.mark.parametrize("number", range(len(_CASES)))
-def test_a_sharded_optimizer_gets_all_that_was_saved_of_it(memory_root: Path, number: int) -> None:
-    forked(_restores_optimizer, str(memory_root), number)
-
-
-def _names_what_models_lack(memory: str) -> list[str]:
+@in_process
+def test_keys_that_a_sharded_model_or_its_checkpoint_lacks_are_named(memory_root: Path) -> None:
+    memory = str(memory_root)
     texts = []
     for heads in (("used",), ("used", "idle", "new")):
         resumed = partial(_resumed_after, memory, heads[-1], _Heads(), _Heads(heads))
         said = raised_by(resumed)
         assert isinstance(said, ConfigError)
         texts.append(str(said))
-    return texts
-
-
-@needs_fsdp_on_cpu
-def test_keys_that_a_sharded_model_or_its_checkpoint_lacks_are_named(memory_root: Path) -> None:
-    lacked, new = forked(_names_what_models_lack, str(memory_root))
+    lacked, new = texts
     assert "has heads.idle.bias, heads.idle.weight, which the model lacks" in lacked
     assert "lacks heads.new.bias, heads.new.weight of the model" in new
     assert all("strict_loading=False" in text for text in (lacked, new))

@@ -28,7 +28,7 @@ from tests.support.channels import PROBE_NBYTES, UsedChannel
 from tests.support.checkpoints.jobs import Job, committed_in, wait_until
 from tests.support.command import reject
 from tests.support.nodes.cluster import Cluster
-from tests.support.processes.forks import forked, forked_ranks, killed_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, killed_ranks, on_ranks, raised_by
 
 
 @pytest.fixture(autouse=True)
@@ -591,8 +591,9 @@ def test_a_checkpoint_that_one_rank_has_not_committed_is_none(memory_root: Path,
     assert found[1][0] is None
 
 
-def _counts_files_together(root: Path, url: Path) -> list[Any]:
-    _init(root, url)
+@on_ranks(2)
+def test_a_checkpoint_of_n_files_counts_those_of_all_ranks(memory_root: Path, url: Path) -> None:
+    _init(memory_root, url)
     rank = _rank()
     for step in range(3):
         checkpoint = nebula.Checkpoint(f"step-{step}", 3)
@@ -602,11 +603,12 @@ def _counts_files_together(root: Path, url: Path) -> list[Any]:
     torch.distributed.barrier()
     wait_until(lambda: _tags()[:1] == ["step-2"])
     found = nebula.get_latest_checkpoint()
-    return [found.tag, found.load("part-0"), found.load("part-1"), found.load("more")]
-
-
-def test_a_checkpoint_of_n_files_counts_those_of_all_ranks(memory_root: Path, url: Path) -> None:
-    assert forked_ranks(_counts_files_together, 2, memory_root, url) == [["step-2", 20, 21, 2]] * 2
+    assert [found.tag, found.load("part-0"), found.load("part-1"), found.load("more")] == [
+        "step-2",
+        20,
+        21,
+        2,
+    ]
 
 
 def _each_file_counts(root: Path, url: Path) -> list[Any]:
@@ -652,21 +654,18 @@ def test_ranks_that_have_not_met_are_told_so() -> None:
     assert "init_process_group" in forked(_unset)
 
 
-def _inits_again(root: Path, url: Path) -> list[Any]:
+@on_ranks(2)
+def test_what_was_complete_before_another_init_stays_as_it_was(
+    memory_root: Path, url: Path
+) -> None:
     found = []
     for step in range(3):
-        _init(root, url)  # as a script does that makes its engine anew
+        _init(memory_root, url)  # as a script does that makes its engine anew
         checkpoint = nebula.Checkpoint(f"step-{step}", -2)
         checkpoint.save(f"part-{_rank()}", step)
         assert checkpoint.commit()
         found += [nebula.get_checkpoint(f"step-{max(step - 1, 0)}").load("part-0")]
-    return found
-
-
-def test_what_was_complete_before_another_init_stays_as_it_was(
-    memory_root: Path, url: Path
-) -> None:
-    assert forked_ranks(_inits_again, 2, memory_root, url) == [[0, 0, 1]] * 2
+    assert found == [0, 0, 1]
 
 
 def _adds_and_commits_again(root: Path, url: Path) -> list[Any]:

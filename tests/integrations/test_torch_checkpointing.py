@@ -24,7 +24,7 @@ from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job, committed_in
 from tests.support.command import command, reject
 from tests.support.docs import blocks
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, in_process, on_ranks, raised_by
 from tests.support.processes.launch import ends, run_torchrun
 
 pytest.importorskip("torch_checkpointing")
@@ -230,18 +230,15 @@ def test_a_long_read_from_storage_takes_little_memory_beside_its_own(job: Job) -
     assert forked(_reads_a_long_file, job) < _LONG // 2
 
 
-def _reads_a_closed_file(job: Job) -> list[str]:
-    storage = _storage(job)
+@in_process
+def test_a_closed_file_is_not_read(memory_job: Job) -> None:
+    storage = _storage(memory_job)
     storage.write(Path("step-1/a"), b"a")
     storage.complete("step-1")
     file = storage.stream_read(Path("step-1/a"), _AT_ONCE)
     file.close()
     uses = (lambda: file.readinto(bytearray(1)), file.readall, lambda: file.seek(1))
-    return [type(raised_by(use)).__name__ for use in uses]
-
-
-def test_a_closed_file_is_not_read(memory_job: Job) -> None:
-    assert forked(_reads_a_closed_file, memory_job) == ["ValueError"] * 3
+    assert [type(raised_by(use)).__name__ for use in uses] == ["ValueError"] * 3
 
 
 def test_a_config_shows_no_options() -> None:
@@ -249,34 +246,32 @@ def test_a_config_shows_no_options() -> None:
     assert "s3cr3t" not in repr(MemoryStorageConfig("s3://bucket/run", options))
 
 
-def _names_are_kept(job: Job) -> None:
-    manager = _manager(job)
+@in_process
+def test_a_name_that_is_there_is_refused_unless_it_may_be_replaced(memory_job: Job) -> None:
+    manager = _manager(memory_job)
     manager.save("step-1", _state(1))
     assert isinstance(raised_by(lambda: manager.save("step-1", _state(2))), CheckpointExists)
     assert _load(manager, "step-1") == 1
     manager.close()
-    manager = _manager(job, overwrite=True)
+    manager = _manager(memory_job, overwrite=True)
     manager.save("step-1", _state(3))
     assert _load(manager, "step-1") == 3
 
 
-def test_a_name_that_is_there_is_refused_unless_it_may_be_replaced(memory_job: Job) -> None:
-    forked(_names_are_kept, memory_job)
-
-
-def _layouts(job: Job) -> None:
+@in_process
+def test_layouts_directories_and_ranges(memory_job: Job) -> None:
     config = LayoutInfo("deep/down/config.json", JsonSerialization())
     items = {
         "config": ItemSpec(layout=config),
         "big": ItemSpec(resharder=DefaultResharder()),
     }
-    manager = _manager(job, items)
+    manager = _manager(memory_job, items)
     big = {"t": torch.arange(3_000_000.0)}
     manager.save("step-1", {"config": {"lr": 0.1}, "big": big})
     into = {"config": {"lr": 0.0}, "big": {"t": torch.zeros(3_000_000)}}
     assert manager.load("step-1", into=into)["config"] == {"lr": 0.1}
     assert torch.equal(into["big"]["t"], big["t"])  # type: ignore[index]
-    storage = _storage(job)
+    storage = _storage(memory_job)
     assert storage.ls(Path(".")) == ["step-1"]
     assert {"big_0.pt", "deep"} <= set(storage.ls(Path("step-1")))
     assert storage.ls(Path("step-1/deep")) == ["down"]
@@ -298,11 +293,8 @@ def _layouts(job: Job) -> None:
     assert isinstance(raised_by(lambda: storage.read(Path("step-1/big_0.pt"))), FileNotFoundError)
 
 
-def test_layouts_directories_and_ranges(memory_job: Job) -> None:
-    forked(_layouts, memory_job)
-
-
-def _removes_what_is_read(job: Job) -> None:
+@in_process
+def test_what_is_read_from_memory_is_not_removed_from_storage_either(job: Job) -> None:
     _saves_and_flushes(job)
     storage = _storage(job)
     with _storage(job).stream_read(Path("step-1/model_0.pt"), _AT_ONCE):
@@ -313,10 +305,6 @@ def _removes_what_is_read(job: Job) -> None:
     storage.rmdir(Path("step-1"))
     assert committed_in(Path(str(job.url))) == {"step-2"}
     assert storage.ls(Path(".")) == ["step-2"]
-
-
-def test_what_is_read_from_memory_is_not_removed_from_storage_either(job: Job) -> None:
-    forked(_removes_what_is_read, job)
 
 
 def _reads_a_rejected_one(job: Job) -> None:
@@ -334,8 +322,9 @@ def test_a_rejected_checkpoint_is_not_listed_and_is_loaded_by_its_name(job: Job)
     forked(_reads_a_rejected_one, job)
 
 
-def _unfinished(job: Job) -> None:
-    storage = _storage(job)
+@in_process
+def test_only_whole_files_of_the_last_attempt_become_a_checkpoint(memory_job: Job) -> None:
+    storage = _storage(memory_job)
     storage.mkdir(Path("tmp_step-1"))
     storage.write(Path("tmp_step-1/a"), b"old")
     storage.mkdir(Path("tmp_step-1"))  # the next attempt
@@ -348,11 +337,11 @@ def _unfinished(job: Job) -> None:
             raise KeyError("c")
 
     assert isinstance(raised_by(fails), KeyError)
-    assert _storage(job).ls(Path(".")) == []
+    assert _storage(memory_job).ls(Path(".")) == []
     assert isinstance(raised_by(lambda: storage.read(Path("step-1/b"))), FileNotFoundError)
     storage.rename(Path("tmp_step-1"), Path("step-1"), is_directory=True)
     storage.complete("step-1")
-    assert _storage(job).ls(Path("step-1")) == ["b"]
+    assert _storage(memory_job).ls(Path("step-1")) == ["b"]
     assert storage.read(Path("step-1/b")) == b"new"
     for refused in (
         lambda: storage.rename(Path("step-1"), Path("step-2")),
@@ -363,12 +352,9 @@ def _unfinished(job: Job) -> None:
         assert isinstance(raised_by(refused), ConfigError)
 
 
-def test_only_whole_files_of_the_last_attempt_become_a_checkpoint(memory_job: Job) -> None:
-    forked(_unfinished, memory_job)
-
-
-def _saves_after_a_failure(job: Job) -> None:
-    storage = _storage(job)
+@in_process
+def test_what_a_failed_save_left_is_discarded_by_the_next_one(memory_job: Job) -> None:
+    storage = _storage(memory_job)
     storage.write(Path("tmp_step-1/a"), b"left")
     left = storage._pending["tmp_step-1"]._slot
     assert left is not None
@@ -384,12 +370,9 @@ def _saves_after_a_failure(job: Job) -> None:
     assert storage.read(Path("step-2/a")) == b"new"
 
 
-def test_what_a_failed_save_left_is_discarded_by_the_next_one(memory_job: Job) -> None:
-    forked(_saves_after_a_failure, memory_job)
-
-
-def _two_at_once(job: Job) -> None:
-    storage = _storage(job)
+@in_process
+def test_two_files_that_a_thread_writes_at_once_are_refused(memory_job: Job) -> None:
+    storage = _storage(memory_job)
     first, second = (storage.stream_write(Path(f"step-1/{name}")) for name in "ab")
     first.write(b"first")
     for refused in (
@@ -410,12 +393,9 @@ def _two_at_once(job: Job) -> None:
     assert storage.read(Path("step-1/b")) == b"second"
 
 
-def test_two_files_that_a_thread_writes_at_once_are_refused(memory_job: Job) -> None:
-    forked(_two_at_once, memory_job)
-
-
-def _discarded_elsewhere(job: Job) -> None:
-    storage = _storage(job)
+@in_process
+def test_a_file_that_was_never_closed_holds_up_no_other(memory_job: Job) -> None:
+    storage = _storage(memory_job)
     left = []
 
     def begin() -> None:
@@ -428,23 +408,16 @@ def _discarded_elsewhere(job: Job) -> None:
     left.clear()  # discarded in this thread
     storage.write(Path("step-1/b"), b"whole")
     storage.complete("step-1")
-    assert _storage(job).ls(Path("step-1")) == ["b"]
+    assert _storage(memory_job).ls(Path("step-1")) == ["b"]
 
 
-def test_a_file_that_was_never_closed_holds_up_no_other(memory_job: Job) -> None:
-    forked(_discarded_elsewhere, memory_job)
-
-
-def _refuses(job: Job) -> None:
+@in_process
+def test_what_cannot_work_is_refused_at_once(job: Job) -> None:
     assert isinstance(raised_by(lambda: in_memory(job.url, nonsense=1)), TypeError)  # type: ignore[call-arg]
     os.environ.update(WORLD_SIZE="2", RANK="0")
     error = raised_by(lambda: in_memory(job.url))
     assert isinstance(error, ConfigError)
     assert "init_process_group" in str(error)
-
-
-def test_what_cannot_work_is_refused_at_once(job: Job) -> None:
-    forked(_refuses, job)
 
 
 def _exports(job: Job, target: Path) -> None:
@@ -462,7 +435,12 @@ def test_exported_files_are_loaded_without_dcp_mem(job: Job, tmp_path: Path) -> 
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-def _fails_on_one(job: Job) -> list[str]:
+_NOBODY_MEETS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+"""Only processes that write behind training connect."""
+
+
+@on_ranks(2, env=_NOBODY_MEETS)
+def test_all_ranks_have_one_checkpoint_and_the_same_errors(job: Job) -> None:
     rank = dist.get_rank()
     manager = _manager(job)
     manager.save("step-1", {f"own-{rank}": torch.full((4,), float(rank)), "both": rank})
@@ -475,15 +453,7 @@ def _fails_on_one(job: Job) -> list[str]:
     with _storage(job).stream_read(file) as stream:
         assert torch.load(stream).tolist() == [other] * 4  # type: ignore[arg-type]
     manager.close()
-    return [type(error).__name__ for error in errors]
-
-
-_NOBODY_MEETS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-"""Only processes that write behind training connect."""
-
-
-def test_all_ranks_have_one_checkpoint_and_the_same_errors(job: Job) -> None:
-    assert forked_ranks(_fails_on_one, 2, job, env=_NOBODY_MEETS) == [["CheckpointExists"]] * 2
+    assert [type(error).__name__ for error in errors] == ["CheckpointExists"]
 
 
 def _runs_the_page(text: str, url: str) -> None:

@@ -17,7 +17,7 @@ from dcp_mem import CheckpointManager, TrainState
 from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.plans import save_by
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
-from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.processes.forks import forked_ranks, on_ranks, raised_by
 
 pytest.importorskip("torchao")
 pytestmark = [
@@ -70,7 +70,10 @@ def assert_same(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
         assert torch.equal(raw, again), (name, part)
 
 
-def _roundtrips(job: Job, config: str, road: str) -> None:
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("config", WEIGHTS)
+@on_ranks(1, timeout=150)
+def test_quantised_weights_come_back_to_the_bit(job: Job, config: str, road: str) -> None:
     with job.writer() as writer:
         for step in range(3):
             save_by(road, writer, {"model": _quantised(config, step)}, f"step-{step}")
@@ -81,12 +84,6 @@ def _roundtrips(job: Job, config: str, road: str) -> None:
             load(loaded, checkpoint_id="step-2", storage_reader=reader)
             for name, tensor in _quantised(config, 2).items():
                 assert_same(tensor, loaded["model"][name], name)
-
-
-@pytest.mark.parametrize("road", ROADS)
-@pytest.mark.parametrize("config", WEIGHTS)
-def test_quantised_weights_come_back_to_the_bit(job: Job, config: str, road: str) -> None:
-    forked_ranks(_roundtrips, 1, job, config, road, timeout=150)
 
 
 def _loads_into_others(job: Job) -> list[str]:

@@ -14,7 +14,7 @@ from tests.support.checkpoints.jobs import Job, committed_in, save
 from tests.support.checkpoints.plans import logged
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.command import reject
-from tests.support.processes.forks import forked, raised_by
+from tests.support.processes.forks import in_process, raised_by
 from tests.support.processes.launch import ends, run_torchrun
 
 _MISSING = [
@@ -109,14 +109,11 @@ def test_what_torchtitans_own_manager_saved_is_gone_on_from(
     assert "--checkpoint.load_step=5 not found" in missing.stdout
 
 
-def _refused() -> list[str]:
+@in_process
+def test_copies_and_parity_together_are_refused() -> None:
     from dcp_mem.integrations.torchtitan import MemoryCheckpointManager
 
-    return [str(raised_by(lambda: MemoryCheckpointManager.Config(replicas=1, parity=2)))]
-
-
-def test_copies_and_parity_together_are_refused() -> None:
-    [error] = forked(_refused)
+    [error] = [str(raised_by(lambda: MemoryCheckpointManager.Config(replicas=1, parity=2)))]
     assert "give one of them" in error
 
 
@@ -156,29 +153,26 @@ def _saved(folder: Path, memory: Path) -> list[list[float]]:
     return _weights(manager)
 
 
-def _loads_a_rejected_one_by_its_step_alone(folder: Path, memory: Path) -> None:
-    saved = _saved(folder, memory)
-    reject(Job(str(folder / "checkpoint"), str(memory), name=None), "step-2")
-    for is_on_storage_alone in (False, True):
-        if is_on_storage_alone:
-            _forget(memory)
-        manager = _manager(folder, memory)
-        error = raised_by(manager.load)
-        assert isinstance(error, NoRecoverableCheckpoint), repr(error)
-        assert "rejected: nan" in str(error)
-        assert manager.load(2)
-        assert _weights(manager) == saved
-
-
 def _forget(memory: Path) -> None:
     for job in memory.glob("[!.]*"):
         shutil.rmtree(job)
 
 
+@in_process
 def test_a_rejected_checkpoint_is_loaded_by_its_step_alone(
     tmp_path: Path, memory_root: Path
 ) -> None:
-    forked(_loads_a_rejected_one_by_its_step_alone, tmp_path, memory_root)
+    saved = _saved(tmp_path, memory_root)
+    reject(Job(str(tmp_path / "checkpoint"), str(memory_root), name=None), "step-2")
+    for is_on_storage_alone in (False, True):
+        if is_on_storage_alone:
+            _forget(memory_root)
+        manager = _manager(tmp_path, memory_root)
+        error = raised_by(manager.load)
+        assert isinstance(error, NoRecoverableCheckpoint), repr(error)
+        assert "rejected: nan" in str(error)
+        assert manager.load(2)
+        assert _weights(manager) == saved
 
 
 class _Note:
@@ -199,21 +193,18 @@ class _Noted:
         self.note = state["note"]
 
 
-def _loads_any_class_where_that_is_said(folder: Path, memory: Path) -> None:
-    manager = _manager(folder, memory, {"train_state": _Noted("saved")})
-    assert manager.save(2)
-    manager.close()
-    fresh = _Noted("fresh")
-    error = raised_by(_manager(folder, memory, {"train_state": fresh}).load)
-    assert "train_state.note" in str(error)
-    assert _manager(folder, memory, {"train_state": fresh}, weights_only=False).load()
-    assert fresh.note.text == "saved"
-
-
+@in_process
 def test_a_state_of_any_class_is_loaded_where_that_is_said(
     tmp_path: Path, memory_root: Path
 ) -> None:
-    forked(_loads_any_class_where_that_is_said, tmp_path, memory_root)
+    manager = _manager(tmp_path, memory_root, {"train_state": _Noted("saved")})
+    assert manager.save(2)
+    manager.close()
+    fresh = _Noted("fresh")
+    error = raised_by(_manager(tmp_path, memory_root, {"train_state": fresh}).load)
+    assert "train_state.note" in str(error)
+    assert _manager(tmp_path, memory_root, {"train_state": fresh}, weights_only=False).load()
+    assert fresh.note.text == "saved"
 
 
 def _idle(folder: Path, memory: Path, **options: Any) -> tuple[Any, Any]:
@@ -225,8 +216,11 @@ def _idle(folder: Path, memory: Path, **options: Any) -> tuple[Any, Any]:
     return _manager(folder, memory, model=model, optimizers=optimizers, **options), optimizers
 
 
-def _idle_parameters_come_back_without_state(folder: Path, memory: Path) -> list[str]:
-    manager, optimizers = _idle(folder, memory)
+@in_process
+def test_a_parameter_that_has_never_had_a_gradient_comes_back_without_optimizer_state(
+    tmp_path: Path, memory_root: Path
+) -> None:
+    manager, optimizers = _idle(tmp_path, memory_root)
     [optimizer] = optimizers.optimizers
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -238,7 +232,7 @@ def _idle_parameters_come_back_without_state(folder: Path, memory: Path) -> list
     assert manager.save(2)
     saved = optimizers.state_dict()
     manager.close()
-    manager, again = _idle(folder, memory)
+    manager, again = _idle(tmp_path, memory_root)
     with logged() as told:
         assert manager.load()
     loaded = again.state_dict()
@@ -249,30 +243,20 @@ def _idle_parameters_come_back_without_state(folder: Path, memory: Path) -> list
     }
     assert all(torch.equal(loaded[key], saved[key]) for key in saved if key.startswith("state."))
     assert not any(parameter.grad is not None for parameter in again.param_groups[0]["params"])
-    return told
-
-
-def test_a_parameter_that_has_never_had_a_gradient_comes_back_without_optimizer_state(
-    tmp_path: Path, memory_root: Path
-) -> None:
-    told = forked(_idle_parameters_come_back_without_state, tmp_path, memory_root)
     assert any("idle.bias, idle.weight had no optimizer state yet" in line for line in told)
     assert any("lacks the optimizer's maximize: kept" in line for line in told)
 
 
-def _a_model_alone_is_refused(folder: Path, memory: Path) -> None:
-    manager, _ = _idle(folder, memory)
-    manager.last_save_model_only = True
-    assert manager.save(2, last_step=True)
-    manager.close()
-    manager, _ = _idle(folder, memory, exclude_from_loading=["dataloader", "lr_scheduler"])
-    assert "last_save_model_only" in str(raised_by(manager.load))
-
-
+@in_process
 def test_a_checkpoint_of_the_model_alone_is_refused_by_name(
     tmp_path: Path, memory_root: Path
 ) -> None:
-    forked(_a_model_alone_is_refused, tmp_path, memory_root)
+    manager, _ = _idle(tmp_path, memory_root)
+    manager.last_save_model_only = True
+    assert manager.save(2, last_step=True)
+    manager.close()
+    manager, _ = _idle(tmp_path, memory_root, exclude_from_loading=["dataloader", "lr_scheduler"])
+    assert "last_save_model_only" in str(raised_by(manager.load))
 
 
 def _lose_the_manifest(folder: Path, memory: Path) -> str:
@@ -301,17 +285,14 @@ def _lose_storage(folder: Path, memory: Path) -> str:
     return "Too many levels of symbolic links"
 
 
-def _refuses_to_start_anew(root: Path, memory: Path) -> None:
-    for lose in (_lose_the_manifest, _lose_a_segment, _lose_storage):
-        folder = root / lose.__name__
-        reason = lose(folder, memory)
-        error = raised_by(_manager(folder, memory).load)
-        assert isinstance(error, NoRecoverableCheckpoint), repr(error)
-        assert reason in error.reasons[0]
-        _forget(memory)
-
-
+@in_process
 def test_no_training_starts_anew_over_what_cannot_be_loaded(
     tmp_path: Path, memory_root: Path
 ) -> None:
-    forked(_refuses_to_start_anew, tmp_path, memory_root)
+    for lose in (_lose_the_manifest, _lose_a_segment, _lose_storage):
+        folder = tmp_path / lose.__name__
+        reason = lose(folder, memory_root)
+        error = raised_by(_manager(folder, memory_root).load)
+        assert isinstance(error, NoRecoverableCheckpoint), repr(error)
+        assert reason in error.reasons[0]
+        _forget(memory_root)

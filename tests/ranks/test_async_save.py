@@ -1,11 +1,9 @@
 """`dcp.async_save` with its thread and process executors, and writers that are pickled."""
 
-import functools
 import inspect
 import os
 import pickle
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,13 @@ import dcp_mem
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.roundtrip import (
-    ROADS,
     Places,
     State,
     assert_same,
     blank_of,
     comes_back,
 )
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, in_process, on_ranks
 from tests.support.variants import with_variants
 
 _TYPES: Any = getattr(dcp.state_dict_saver, "AsyncCheckpointerType", None)
@@ -77,8 +74,23 @@ def _spoil(state: State, future: "Future[Any]", executor: str) -> None:
             (value.to_local() if hasattr(value, "to_local") else value).fill_(-77)
 
 
-def _saves_asynchronously(places: Places, executors: list[str]) -> None:
+def _is_there(places: Places, writer: MemoryStorageWriter, name: str, state: State) -> None:
+    writer.wait(name, timeout=60)
+    if dist.is_initialized():
+        dist.barrier()
+    comes_back(places, name, state)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@needs_processes
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
+@on_ranks("ranks", timeout=100)
+def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
+    places: Places, ranks: int
+) -> None:
     """Asynchronous saves in a row, the third followed by a plain one, all by one writer."""
+    executors = ["process", "thread", "process", "process"]
     with places.writer(
         keep_memory=2, agent="process" if "process" in executors else "thread"
     ) as writer:
@@ -96,30 +108,12 @@ def _saves_asynchronously(places: Places, executors: list[str]) -> None:
         assert len(kept) == 2, kept
 
 
-def _is_there(places: Places, writer: MemoryStorageWriter, name: str, state: State) -> None:
-    writer.wait(name, timeout=60)
-    if dist.is_initialized():
-        dist.barrier()
-    comes_back(places, name, state)
-    if dist.is_initialized():
-        dist.barrier()
-
-
 @needs_processes
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
-def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
+@on_ranks("ranks", timeout=100)
+def test_saves_in_another_process_may_be_under_way_several_at_once(
     places: Places, ranks: int
 ) -> None:
-    forked_ranks(
-        _saves_asynchronously,
-        ranks,
-        places,
-        ["process", "thread", "process", "process"],
-        timeout=100,
-    )
-
-
-def _saves_in_another_process_several_at_once(places: Places) -> None:
     with places.writer(keep_memory=5, agent="process", persist=False) as writer:
         under_way = []
         for step in range(4):
@@ -134,14 +128,14 @@ def _saves_in_another_process_several_at_once(places: Places) -> None:
 
 
 @needs_processes
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
-def test_saves_in_another_process_may_be_under_way_several_at_once(
-    places: Places, ranks: int
+@pytest.mark.parametrize(
+    "point",
+    with_variants(["stage.copied", "stage.sealed", "complete.receipts"], gate=["stage.sealed"]),
+)
+@on_ranks(1, timeout=100)
+def test_a_kill_of_the_process_that_saves_leaves_the_checkpoint_before(
+    places: Places, point: str
 ) -> None:
-    forked_ranks(_saves_in_another_process_several_at_once, ranks, places, timeout=100)
-
-
-def _is_killed_where_it_saves(places: Places, point: str) -> None:
     os.environ["DCP_MEM_FAULTS"] = f"{point}:kill:2"  # of the process that torch is about to start
     with places.writer(keep_memory=3, agent="process", persist=False) as writer:
         _start(writer, _state(1), "step-1", "process").result(timeout=60)
@@ -156,18 +150,11 @@ def _is_killed_where_it_saves(places: Places, point: str) -> None:
         assert_same(_state(1), into)
 
 
-@needs_processes
-@pytest.mark.parametrize(
-    "point",
-    with_variants(["stage.copied", "stage.sealed", "complete.receipts"], gate=["stage.sealed"]),
-)
-def test_a_kill_of_the_process_that_saves_leaves_the_checkpoint_before(
-    places: Places, point: str
+@pytest.mark.parametrize("executor", ["thread", OWN])
+@in_process
+def test_a_save_that_fails_before_it_calls_the_writer_holds_up_no_other(
+    places: Places, executor: str
 ) -> None:
-    forked_ranks(_is_killed_where_it_saves, 1, places, point, timeout=100)
-
-
-def _fails_before_it_calls_the_writer(places: Places, executor: str) -> None:
     set_up = dcp.state_dict_saver._storage_setup
 
     def fail_in_the_background(*arguments: Any, **options: Any) -> Any:
@@ -188,13 +175,6 @@ def _fails_before_it_calls_the_writer(places: Places, executor: str) -> None:
         wait_until(lambda: len(list(slots.glob("*.slot"))) >= free)
         _start(writer, _state(2), "good-2", executor).result(timeout=20)
         comes_back(places, "good-2", _state(2), roads=("memory",))
-
-
-@pytest.mark.parametrize("executor", ["thread", OWN])
-def test_a_save_that_fails_before_it_calls_the_writer_holds_up_no_other(
-    places: Places, executor: str
-) -> None:
-    forked(_fails_before_it_calls_the_writer, places, executor)
 
 
 def _uses_of_dcps_own_call(places: Places) -> dict[str, int]:
@@ -234,7 +214,8 @@ def test_dcps_own_call_is_used_only_where_dcp_mem_cannot_stand_in_for_it(places:
     assert used == {how: int(how.startswith("a torch")) for how in _HOW_CALLED}
 
 
-def _trains_while_it_saves(places: Places) -> None:
+@on_ranks(2)
+def test_training_goes_on_with_its_collectives_while_a_thread_saves(places: Places) -> None:
     """Collectives of the training go on in the main thread while saves run beside it."""
     group = dist.new_group(backend="gloo")  # for the saves; async_save must not share the trainer's
     with places.writer() as writer:
@@ -251,10 +232,6 @@ def _trains_while_it_saves(places: Places) -> None:
         dist.barrier()
         comes_back(places, "step-5", _state(5))
         dist.barrier()
-
-
-def test_training_goes_on_with_its_collectives_while_a_thread_saves(places: Places) -> None:
-    forked_ranks(_trains_while_it_saves, 2, places)
 
 
 def test_each_pickled_copy_of_a_writer_saves_on(places: Places) -> None:
@@ -302,32 +279,3 @@ def test_storage_options_travel_with_a_pickled_writer(places: Places) -> None:
         agent="thread",
     )
     assert pickle.loads(pickle.dumps(writer)).settings == writer.settings
-
-
-def test_saves_from_several_threads_in_turn_survive(places: Places) -> None:
-    """One thread at a time, as async_save's executor makes one for each save."""
-    with places.writer() as writer:
-        for step in range(6):
-            state = {"w": torch.full((50,), float(step)), "step": step}
-            _in_a_thread(functools.partial(places.save, writer, state, f"step-{step}"))
-            for road in ROADS:
-                into = blank_of(state)
-                _in_a_thread(functools.partial(places.load, road, f"step-{step}", into))
-                assert_same(state, into, road)
-
-
-def _in_a_thread(act: Callable[[], object]) -> None:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            act()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    if errors:
-        raise errors[0]

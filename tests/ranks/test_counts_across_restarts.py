@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_mem
 from dcp_mem import CheckpointManager, Persist, every_n_saves, every_n_steps
 from tests.support.checkpoints.jobs import Job, committed_in, wait_until
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, forked_ranks, in_process
 from tests.support.processes.launch import run_torchrun
 
 pytestmark = pytest.mark.timeout(300)
@@ -131,7 +131,8 @@ def test_what_a_process_looks_at_moves_no_counts_and_what_it_goes_back_to_does(j
     assert forked(_go_back_and_look_back, job) == [[0, 30], [60], [30, 60]]
 
 
-def _force_and_fail(job: Job) -> list[int]:
+@in_process
+def test_forced_and_failed_saves_move_no_counts(job: Job) -> None:
     chosen = []
     with CheckpointManager(
         job.url, memory_root=job.memory, job="job", persist=every_n_saves(3), keep_memory=9
@@ -143,11 +144,7 @@ def _force_and_fail(job: Job) -> list[int]:
             saved = manager.save(step, state, force_persist=step == 2)
             assert saved.outcome == ("failed" if step == 4 else "complete")
             chosen += [step] * saved.persist
-    return chosen
-
-
-def test_forced_and_failed_saves_move_no_counts(job: Job) -> None:
-    assert forked(_force_and_fail, job) == [0, 2, 3, 7]
+    assert chosen == [0, 2, 3, 7]
 
 
 @pytest.mark.parametrize("tells_steps", [True, False])

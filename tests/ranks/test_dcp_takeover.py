@@ -54,7 +54,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.saving.ahead import copied
 from tests.support.checkpoints import sharding
-from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.jobs import slots_of, wait_until
 from tests.support.checkpoints.models import rows_of_five
 from tests.support.checkpoints.plans import (
     TorchLoadPlanner,
@@ -316,6 +316,8 @@ def _saves_changing_plans(places: Places, options: dict[str, bool], one_planner:
             assert_same_content(returned, theirs)
             comes_back(places, "torch", state, roads=FROM_MEMORY)
             dist.barrier()
+        assert slots_of(Path(places.memory, places.job)) <= 2 * (3 + 1)
+        dist.barrier()
 
 
 @pytest.mark.parametrize("one_planner", [False, True], ids=["a planner each", "one planner"])
@@ -637,7 +639,7 @@ def test_ranks_may_load_with_different_planners(places: Places, odd: int) -> Non
     forked_ranks(_loads_with_one_rank_that_needs_torch, 2, places, odd, env=PATIENCE)
 
 
-def _loads_of_which_one_rank_cannot_plan(places: Places, failing: int) -> None:
+def _loads_of_which_one_rank_cannot_plan(places: Places, failing: int, load: Any) -> None:
     with places.writer(persist=False) as writer:
         dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
     reader = places.reader("memory", "a")
@@ -645,19 +647,22 @@ def _loads_of_which_one_rank_cannot_plan(places: Places, failing: int) -> None:
         into = blank_of(_state(0))
         if dist.get_rank() == failing:
             into["there is none"] = torch.zeros(3)
-        failures = _failures_of(lambda: dcp.load(into, checkpoint_id="a", storage_reader=reader))  # noqa: B023
+        failures = _failures_of(partial(load, into, checkpoint_id="a", storage_reader=reader))
         assert isinstance(failures[failing], RuntimeError)
         assert "Missing key in checkpoint state_dict: there is none" in str(failures[failing])
         for rank, error in failures.items():
             assert rank == failing or f"rank {failing}: EntriesMissing" in str(error)
         into = blank_of(_state(0))
-        dcp.load(into, checkpoint_id="a", storage_reader=reader)
+        load(into, checkpoint_id="a", storage_reader=reader)
         assert_same(_state(1), into)
 
 
+@pytest.mark.parametrize("load", [dcp.load, dcp_mem.load])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_cannot_plan_a_load_fails_it_on_all(places: Places, failing: int) -> None:
-    forked_ranks(_loads_of_which_one_rank_cannot_plan, 2, places, failing, env=PATIENCE)
+def test_a_rank_that_cannot_plan_a_load_fails_it_on_all(
+    places: Places, failing: int, load: Any
+) -> None:
+    forked_ranks(_loads_of_which_one_rank_cannot_plan, 2, places, failing, load, env=PATIENCE)
 
 
 def _loads_of_which_one_rank_is_interrupted(
@@ -874,30 +879,35 @@ def _loads_what_does_not_fit(places: Places) -> None:
         {**_state(0), "rows": rows_of_five(8)},
     ]
     for state in unfit:
-        theirs, ours = (
-            _failures_of(lambda: load(copy.copy(state), storage_reader=reader))  # noqa: B023
-            for load, reader in (
-                (load_by_torch, places.reader("memory", "a")),
-                (dcp.load, places.reader("memory", "a")),
+        theirs, *both = (
+            _failures_of(
+                partial(load, copy.copy(state), storage_reader=places.reader("memory", "a"))
             )
+            for load in (load_by_torch, dcp.load, dcp_mem.load)
         )
-        assert theirs.keys() == ours.keys() == set(range(dist.get_world_size()))
-        for rank, error in ours.items():
-            if isinstance(error, EntriesMissing):  # torch names the first of them
-                assert error.missing == ("absent",)
-                assert isinstance(theirs[rank], RuntimeError)
-                assert str(error).startswith(f"{theirs[rank]} ")
-            else:
-                assert repr(error) == repr(theirs[rank])
-    of_both: list[State] = []
-    for load in (load_by_torch, dcp.load):
+        for ours in both:
+            assert theirs.keys() == ours.keys() == set(range(dist.get_world_size()))
+            for rank, error in ours.items():
+                if isinstance(error, EntriesMissing):  # torch names the first of them
+                    assert error.missing == ("absent",)
+                    assert isinstance(theirs[rank], RuntimeError)
+                    assert str(error).startswith(f"{theirs[rank]} ")
+                else:
+                    assert repr(error) == repr(theirs[rank])
+    of_all: list[State] = []
+    for load in (load_by_torch, dcp.load, dcp_mem.load):
         other = {**blank_of(_state(0)), "step": torch.zeros(3)}
         load(other, storage_reader=places.reader("memory", "a"))
-        of_both.append(other)
-    assert_same(of_both[0], of_both[1])
-    absent = _failures_of(lambda: _load(places, "absent", _state(0)))
-    assert all(isinstance(error, CheckpointNotFound) for error in absent.values())
-    assert absent
+        of_all.append(other)
+    assert_same(of_all[0], of_all[1])
+    assert_same(of_all[0], of_all[2])
+    for load in (dcp.load, dcp_mem.load):
+        reader = places.reader("memory", "absent")
+        absent = _failures_of(
+            partial(load, _state(0), checkpoint_id="absent", storage_reader=reader)
+        )
+        assert all(isinstance(error, CheckpointNotFound) for error in absent.values())
+        assert absent
     assert_same(_state(1), _load(places, "a", blank_of(_state(0))))
 
 
@@ -911,13 +921,17 @@ def _loads_in_part(places: Places) -> None:
     with places.writer(persist=False) as writer:
         dcp.save(state, checkpoint_id="a", storage_writer=writer)
     with _torch_plans_loads() as by_torch:
-        into = {**blank_of(state), "absent": torch.full((3,), 7.0), "missing": "text"}
-        _load(places, "a", into, planner=DefaultLoadPlanner(allow_partial_load=True))
-        assert_same({**state, "absent": torch.full((3,), 7.0), "missing": "text"}, into)
-        into = {"model": blank_of(state["model"])}
-        _load(places, "a", into)
-        assert_same({"model": state["model"]}, into)
-        assert not _load(places, "a", {})
+        for load in (dcp.load, dcp_mem.load):
+            from_memory = {"checkpoint_id": "a", "storage_reader": places.reader("memory", "a")}
+            into = {**blank_of(state), "absent": torch.full((3,), 7.0), "missing": "text"}
+            load(into, planner=DefaultLoadPlanner(allow_partial_load=True), **from_memory)
+            assert_same({**state, "absent": torch.full((3,), 7.0), "missing": "text"}, into)
+            into = {"model": blank_of(state["model"])}
+            load(into, **from_memory)
+            assert_same({"model": state["model"]}, into)
+            nothing: State = {}
+            load(nothing, **from_memory)
+            assert not nothing
         assert not by_torch
     for keys in ({"model"}, {"step"}, {"model.w"}, "step", None):
         ours, theirs = (

@@ -119,22 +119,6 @@ def test_missing_package_of_a_protocol_is_named(
         MemoryStorageWriter(f"{protocol}://bucket/run")
 
 
-def _save_without_a_name(job: Job) -> list[str]:
-    errors = [
-        raised_by(partial(save, {"a": torch.ones(1)}, storage_writer=job.writer()))
-        for save in SAVES.values()
-    ]
-    return [f"{type(error).__name__}: {error}" for error in errors]
-
-
-def test_save_without_a_checkpoint_id_says_what_path_is(memory_root: Path) -> None:
-    for answers in forked_ranks(_save_without_a_name, 2, Job(None, str(memory_root))):
-        assert len(answers) == len(SAVES)
-        assert all(
-            answer.startswith("ConfigError: pass checkpoint_id= to dcp.save") for answer in answers
-        )
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -275,24 +259,6 @@ def test_save_that_doesnt_fit_into_the_tmpfs_is_skipped_on_every_rank(memory_roo
             assert status == [
                 (f"step-{number}", "skipped", "memory was full") for number in range(len(SAVES))
             ]
-
-
-def _root_of_one_rank_is_missing(memory: str) -> tuple[str, str]:
-    missing = dist.get_rank() == 1
-    broken = Job(None, f"{memory}/missing/root" if missing else memory)
-    error = raised_by(lambda: save(broken.writer(), 1))
-    whole = Job(None, memory)
-    save(whole.writer(), 2)
-    assert load_anew(whole).number == 2
-    return type(error).__name__, str(error)
-
-
-def test_failure_of_one_rank_is_raised_on_all_and_the_next_save_works(memory_root: Path) -> None:
-    (kind0, text0), (kind1, text1) = forked_ranks(_root_of_one_rank_is_missing, 2, str(memory_root))
-    assert kind1 == "MemoryUnavailable"
-    assert kind0 in {kind1, RankFailed.__name__}
-    assert "missing does not exist" in text0
-    assert "missing does not exist" in text1
 
 
 # -- storage ---------------------------------------------------------------------------------------

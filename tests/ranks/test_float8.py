@@ -17,7 +17,7 @@ from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.plans import save_by
 from tests.support.checkpoints.roundtrip import Places, assert_same, comes_back, other_bytes
 from tests.support.command import command
-from tests.support.processes.forks import forked_ranks
+from tests.support.processes.forks import forked_ranks, on_ranks
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -82,12 +82,13 @@ def _blank(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _overlapped(job: Job) -> None:
+@on_ranks(1)
+def test_eight_bits_are_copied_behind_the_loop(memory_job: Job) -> None:
     """Save while a loop goes on, with parameters that are copied behind it."""
     model = torch.nn.Linear(64, 64)
     kept = {name: torch.nn.Parameter(_bytes(7).view(kind), False) for name, kind in KINDS.items()}
     optimizer = torch.optim.SGD([*model.parameters(), *kept.values()], lr=0.1)
-    with job.writer() as writer:
+    with memory_job.writer() as writer:
         for step in range(3):
             state = {"model": model.state_dict(), "kept": kept}
             future = dcp_mem.async_save(
@@ -100,13 +101,9 @@ def _overlapped(job: Job) -> None:
             name: other_bytes(torch.empty(_ROWS, _COLUMNS, dtype=kind))
             for name, kind in KINDS.items()
         }
-        dcp_mem.load({"kept": blank}, checkpoint_id="step-2", storage_reader=job.reader())
+        dcp_mem.load({"kept": blank}, checkpoint_id="step-2", storage_reader=memory_job.reader())
     for name, kind in KINDS.items():
         assert_same(_bytes(7).view(kind), blank[name], name)
-
-
-def test_eight_bits_are_copied_behind_the_loop(memory_job: Job) -> None:
-    forked_ranks(_overlapped, 1, memory_job)
 
 
 def _distributed(number: int, dimension: int, kind: torch.dtype, *, filled: bool) -> DTensor:

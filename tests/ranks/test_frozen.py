@@ -32,7 +32,7 @@ from tests.support.checkpoints.held import (
 from tests.support.checkpoints.jobs import Job, occupied, wait_for_spare_slots, wait_until
 from tests.support.command import command
 from tests.support.processes import faults
-from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
+from tests.support.processes.forks import forked, forked_ranks, forking, on_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -469,11 +469,12 @@ def _connections() -> set[tuple[Any, Any]]:
     return {(one.laddr, one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED}
 
 
-def _fail_on_a_rank(job: Job) -> list[bool]:
+@on_ranks(2, env={"DCP_MEM_TIMEOUT": "30"})
+def test_a_save_that_fails_on_one_rank_leaves_no_link(memory_job: Job) -> None:
     state = make_state()
     state["base.a"] = _sharded(state["base.a"].repeat(2))
     outcomes = []
-    with job.writer(frozen="base.*", agent="thread") as writer:
+    with memory_job.writer(frozen="base.*", agent="thread") as writer:
         save(writer, state, 1)
         for number, point in enumerate(POINTS):
             save(writer, state, 10 * number + 2)
@@ -488,17 +489,12 @@ def _fail_on_a_rank(job: Job) -> list[bool]:
             save(writer, state, 10 * number + 4)
             dist.barrier()
         rank = dist.get_rank()
-        mine = {path.stat() for path in job.directory.glob(f"step-*/__{rank}_1-*.distcp")}
+        mine = {path.stat() for path in memory_job.directory.glob(f"step-*/__{rank}_1-*.distcp")}
         outcomes += [one.st_nlink == 2 for one in mine]
         dist.barrier()
-    return outcomes
-
-
-def test_a_save_that_fails_on_one_rank_leaves_no_link(memory_job: Job) -> None:
-    for outcomes in forked_ranks(_fail_on_a_rank, 2, memory_job, env={"DCP_MEM_TIMEOUT": "30"}):
-        # The catalog's point is passed by the leader alone, on rank 0; here rank 1 is armed.
-        assert outcomes[:3] == [True, True, True]
-        assert all(outcomes[4:])
+    # The catalog's point is passed by the leader alone, on rank 0; here rank 1 is armed.
+    assert outcomes[:3] == [True, True, True]
+    assert all(outcomes[4:])
 
 
 KILLS = ["frozen.copied", "frozen.sealed", "stage.sealed", "complete.receipts", "complete.manifest"]

@@ -20,7 +20,7 @@ import dcp_mem
 from dcp_mem import CheckpointManager, ConfigError, MemoryStorageWriter, TrainState
 from tests.support.checkpoints.jobs import Job, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
-from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.processes.forks import forked_ranks, on_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -307,21 +307,20 @@ def test_a_rank_may_freeze_what_another_one_trains(memory_job: Job) -> None:
         assert torch.equal(out["base.a"], expected)
 
 
-def _prepare_and_save(job: Job) -> None:
+@on_ranks(2, env=_QUICK)
+def test_saves_with_frozen_tensors_may_be_prepared_for(memory_job: Job) -> None:
     state = {"base.a": _dtensor(4 * _LARGE), "adapter": torch.zeros(5)}
-    with job.writer(frozen="base.*", agent="thread") as writer:
+    with memory_job.writer(frozen="base.*", agent="thread") as writer:
         writer.prepare(state)
         for step in (1, 2):
             _save(writer, state, step)
-            _assert_loads(job, state, step, is_whole=False)
+            _assert_loads(memory_job, state, step, is_whole=False)
         dist.barrier()
 
 
-def test_saves_with_frozen_tensors_may_be_prepared_for(memory_job: Job) -> None:
-    forked_ranks(_prepare_and_save, 2, memory_job, env=_QUICK)
-
-
-def _fail_in_the_rule(job: Job, road: str) -> list[str]:
+@pytest.mark.parametrize("road", ["dcp_mem", "dcp"])
+@on_ranks(2, env=_QUICK)
+def test_a_rule_that_raises_on_one_rank_fails_that_save_on_all(memory_job: Job, road: str) -> None:
     state = {"base.a": _dtensor(4 * _LARGE), "adapter": torch.zeros(5)}
     failing = False
 
@@ -332,7 +331,7 @@ def _fail_in_the_rule(job: Job, road: str) -> list[str]:
 
     call = dcp.save if road == "dcp" else dcp_mem.save
     errors = []
-    with job.writer(frozen=is_frozen, agent="thread") as writer:
+    with memory_job.writer(frozen=is_frozen, agent="thread") as writer:
         for step in range(1, 6):
             failing = step in (1, 3)
             error = raised_by(
@@ -340,19 +339,15 @@ def _fail_in_the_rule(job: Job, road: str) -> list[str]:
             )
             errors.append("" if error is None else str(error))
             if error is None:
-                _assert_loads(job, state, step, is_whole=False)
+                _assert_loads(memory_job, state, step, is_whole=False)
             dist.barrier()
-    return errors
+    assert [bool(one) for one in errors] == [True, False, True, False, False]
+    assert all("the rule of rank 1" in one for one in errors if one)
 
 
-@pytest.mark.parametrize("road", ["dcp_mem", "dcp"])
-def test_a_rule_that_raises_on_one_rank_fails_that_save_on_all(memory_job: Job, road: str) -> None:
-    for errors in forked_ranks(_fail_in_the_rule, 2, memory_job, road, env=_QUICK):
-        assert [bool(one) for one in errors] == [True, False, True, False, False]
-        assert all("the rule of rank 1" in one for one in errors if one)
-
-
-def _unfreeze_gradually(job: Job) -> list[int]:
+@needs_fsdp_on_cpu
+@on_ranks(2, timeout=100)
+def test_layers_of_fsdp2_that_thaw_one_by_one_are_saved_as_they_are(memory_job: Job) -> None:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
@@ -363,7 +358,7 @@ def _unfreeze_gradually(job: Job) -> list[int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     app = TrainState(model, optimizer, rng=False)
     sizes = []
-    with job.writer(frozen=app.is_frozen, agent="thread", keep_memory=2) as writer:
+    with memory_job.writer(frozen=app.is_frozen, agent="thread", keep_memory=2) as writer:
         for step in range(1, 10):
             if step in (4, 7):
                 model[step // 3 - 1 if step == 7 else 1].requires_grad_(True)
@@ -373,19 +368,13 @@ def _unfreeze_gradually(job: Job) -> list[int]:
             state = app.state_dict()
             _save(writer, {"app": state}, step)
             weights = {f"app.model.{name}": one for name, one in state["model"].items()}
-            _assert_loads(job, weights, step, is_whole=False)
-            directory = job.directory / f"step-{step}"
+            _assert_loads(memory_job, weights, step, is_whole=False)
+            directory = memory_job.directory / f"step-{step}"
             found = list(directory.glob(f"__{dist.get_rank()}_1-*.distcp"))
             sizes.append(round(found[0].stat().st_blocks * 512 / (1 << 20)) if found else 0)
             dist.barrier()
-    return sizes
-
-
-@needs_fsdp_on_cpu
-def test_layers_of_fsdp2_that_thaw_one_by_one_are_saved_as_they_are(memory_job: Job) -> None:
-    for sizes in forked_ranks(_unfreeze_gradually, 2, memory_job, timeout=100):
-        assert sizes[0] == sizes[1] == sizes[2] >= 4
-        assert sizes[3] == sizes[4] == sizes[5] < sizes[0]
+    assert sizes[0] == sizes[1] == sizes[2] >= 4
+    assert sizes[3] == sizes[4] == sizes[5] < sizes[0]
 
 
 # -- arguments -------------------------------------------------------------------------------------

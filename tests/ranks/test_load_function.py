@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import copy
 import inspect
 import io
 import os
@@ -21,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_mem
-from dcp_mem import CheckpointNotFound, RankFailed, UntrustedObject
+from dcp_mem import RankFailed, UntrustedObject
 from tests.support.checkpoints.jobs import Job, make_state, number_of
 from tests.support.checkpoints.large_jobs import as_large_jobs
-from tests.support.checkpoints.plans import load_by_torch, save_by_torch
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.checkpoints.plans import save_by_torch
+from tests.support.processes.forks import forked, forked_ranks, in_process, on_ranks, raised_by
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "even": (8, 6),
@@ -187,14 +186,18 @@ def test_any_tensor_of_the_right_shape_can_be_loaded_into(
     forked_ranks(_load_into_unusual_destinations, ranks, job, source)
 
 
-def _load_what_nothing_of_is_read_straight(job: Job) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_load_may_have_no_bytes_to_read_straight_into_tensors(
+    memory_job: Job, ranks: int
+) -> None:
     states: list[dict[str, Any]] = [
         {"text": "saved", "step": 7},
         {"a": torch.arange(5.0), "b": torch.arange(3.0)},
         {"e": torch.zeros(0, 4)},
         {},
     ]
-    with job.writer(keep_memory=9) as writer:
+    with memory_job.writer(keep_memory=9) as writer:
         for number, state in enumerate(states):
             dcp_mem.save(state, checkpoint_id=f"{number}", storage_writer=writer)
             into = {
@@ -203,7 +206,7 @@ def _load_what_nothing_of_is_read_straight(job: Job) -> None:
                 else None
                 for key, value in state.items()
             }
-            with job.reader() as reader, _by_columns():
+            with memory_job.reader() as reader, _by_columns():
                 dcp_mem.load(into, checkpoint_id=f"{number}", storage_reader=reader)
             assert into.keys() == state.keys()
             for key, value in state.items():
@@ -213,13 +216,6 @@ def _load_what_nothing_of_is_read_straight(job: Job) -> None:
                     if isinstance(value, torch.Tensor)
                     else found == value
                 )
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_load_may_have_no_bytes_to_read_straight_into_tensors(
-    memory_job: Job, ranks: int
-) -> None:
-    forked_ranks(_load_what_nothing_of_is_read_straight, ranks, memory_job)
 
 
 def _save_durably(job: Job, sharding: str) -> None:
@@ -256,113 +252,26 @@ def test_a_segment_that_memory_loses_while_it_is_read_is_taken_from_storage(
     )
 
 
-def _load_what_dcp_saved(job: Job, directory: str) -> list[int]:
-    with job.writer() as writer:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_what_dcp_saved_loads_too(memory_job: Job, tmp_path: Path, ranks: int) -> None:
+    directory = str(tmp_path / "stock")
+    with memory_job.writer() as writer:
         save_by_torch(make_state(3), checkpoint_id="step-3", storage_writer=writer)
     dcp.save(make_state(4), checkpoint_id=directory)
     numbers = []
     for reader in (
-        job.reader(),
+        memory_job.reader(),
         dcp.FileSystemReader(directory),
-        Job(str(Path(directory).parent), job.memory, name="other").reader(),
+        Job(str(Path(directory).parent), memory_job.memory, name="other").reader(),
     ):
         state = make_state(0)
         dcp_mem.load(state, storage_reader=reader)
         numbers.append(number_of(state))
-    return numbers
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_dcp_saved_loads_too(memory_job: Job, tmp_path: Path, ranks: int) -> None:
-    for numbers in forked_ranks(_load_what_dcp_saved, ranks, memory_job, str(tmp_path / "stock")):
-        assert numbers == [3, 4, 4]
+    assert numbers == [3, 4, 4]
 
 
 # -- errors are dcp.load's -------------------------------------------------------------------------
-
-
-def _errors_of_all(job: Job) -> list[list[str]]:
-    """What torch, dcp.load and dcp_mem.load say of states that don't fit the checkpoint."""
-    with job.writer() as writer:
-        dcp_mem.save(make_state(1), checkpoint_id="step-1", storage_writer=writer)
-    unfit: list[dict[str, Any]] = [
-        {**make_state(0), "one more": torch.zeros(3)},
-        {**make_state(0), "replicated": torch.zeros(34, dtype=torch.bfloat16)},
-        {**make_state(0), "replicated": "text"},
-    ]
-    found = []
-    for state in unfit:
-        errors = [
-            raised_by(partial(load, copy.copy(state), storage_reader=job.reader()))
-            for load in (load_by_torch, dcp.load, dcp_mem.load)
-        ]
-        found.append([f"{type(error).__name__}: {error}" for error in errors])
-    state = make_state(0)
-    dcp_mem.load(state, storage_reader=job.reader())
-    assert number_of(state) == 1
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_state_dict_that_doesnt_fit_gets_torchs_error(memory_job: Job, ranks: int) -> None:
-    for found in forked_ranks(_errors_of_all, ranks, memory_job):
-        (theirs, *ours), *others = found
-        missing = theirs.replace("RuntimeError", "EntriesMissing")  # which names all of them
-        assert all(one.startswith(f"{missing} ") for one in ours)
-        for theirs, *ours in others:
-            assert ours == [theirs] * 2
-        assert [theirs.partition(":")[0] for theirs, *_ in found] == [
-            "RuntimeError",
-            "ValueError",
-            "ValueError",
-        ]
-        assert "one more" in found[0][1]
-
-
-def _one_rank_is_unfit(job: Job) -> str:
-    with job.writer() as writer:
-        dcp_mem.save(make_state(1), checkpoint_id="step-1", storage_writer=writer)
-    state = make_state(0)
-    if dist.get_rank() == 1:
-        state["one more"] = torch.zeros(3)
-    error = raised_by(lambda: dcp_mem.load(state, storage_reader=job.reader()))
-    return f"{type(error).__name__}: {error}"
-
-
-def test_one_rank_that_cant_plan_fails_all_of_them(memory_job: Job) -> None:
-    fine, unfit = forked_ranks(_one_rank_is_unfit, 2, memory_job)
-    assert unfit.startswith("EntriesMissing: Missing key in checkpoint state_dict: one more. ")
-    assert fine.startswith(f"{RankFailed.__name__}:")
-    assert "one more" in fine
-
-
-def _load_partly(job: Job) -> tuple[Any, Any, Any]:
-    with job.writer() as writer:
-        dcp_mem.save(
-            {"a": torch.ones(3), "b": 2, "c": torch.zeros(2)},
-            checkpoint_id="step-1",
-            storage_writer=writer,
-        )
-    fewer: dict[str, Any] = {"a": torch.zeros(3)}
-    dcp_mem.load(fewer, storage_reader=job.reader())
-    more: dict[str, Any] = {"a": torch.zeros(3), "d": torch.full((2,), 5.0)}
-    dcp_mem.load(
-        more, storage_reader=job.reader(), planner=DefaultLoadPlanner(allow_partial_load=True)
-    )
-    missing = raised_by(
-        lambda: dcp_mem.load(
-            {"a": torch.zeros(3)}, checkpoint_id="step-9", storage_reader=job.reader()
-        )
-    )
-    return fewer, more, missing
-
-
-def test_partial_loads_and_missing_checkpoints(memory_job: Job) -> None:
-    fewer, more, missing = forked(_load_partly, memory_job)
-    assert torch.equal(fewer["a"], torch.ones(3))
-    assert torch.equal(more["a"], torch.ones(3))
-    assert torch.equal(more["d"], torch.full((2,), 5.0))
-    assert isinstance(missing, CheckpointNotFound)
 
 
 class _Undemanding:
@@ -436,18 +345,6 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-def _load_evil(job: Job, path: str) -> tuple[str, bool, bool]:
-    with job.writer() as writer:
-        dcp_mem.save(
-            {"w": torch.ones(2), "evil": Evil(path)}, checkpoint_id="step-1", storage_writer=writer
-        )
-    state: dict[str, Any] = {"w": torch.zeros(2), "evil": None}
-    error = raised_by(lambda: dcp_mem.load(state, storage_reader=job.reader()))
-    ran = os.path.isdir(path)
-    dcp_mem.load(state, storage_reader=job.reader(), weights_only=False)
-    return f"{type(error).__name__}: {error}", ran, os.path.isdir(path)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_byte_item_that_would_run_code_is_refused_unless_asked_for(
     memory_job: Job, tmp_path: Path, ranks: int
@@ -504,26 +401,23 @@ def test_the_objects_that_training_states_are_made_of_load_by_default(memory_job
     forked(_save_and_load_usual_objects, memory_job)
 
 
-def _save_and_load_streams(job: Job) -> None:
+@in_process
+def test_streams_of_bytes_load_as_by_dcp(memory_job: Job) -> None:
     position = io.BytesIO(b"a stream of bytes")
     position.seek(3)
     streams = {"position": position, "empty": io.BytesIO(), "list": [io.BytesIO(b"\0\xff")]}
     plain = {"bytes": b"", "mutable": bytearray(b"abc")}
-    with job.writer() as writer:
+    with memory_job.writer() as writer:
         dcp_mem.save(
             {"w": torch.ones(2), **streams, **plain}, checkpoint_id="1", storage_writer=writer
         )
     for load in (dcp.load, dcp_mem.load):
         state: dict[str, Any] = {"w": torch.zeros(2), "position": io.BytesIO()}
         state.update(empty=io.BytesIO(b"full"), list=[io.BytesIO()], bytes=b"", mutable=None)
-        load(state, storage_reader=job.reader())
+        load(state, storage_reader=memory_job.reader())
         assert (state["position"].getvalue(), state["position"].tell()) == (b"a stream of bytes", 3)
         assert (state["empty"].getvalue(), state["list"][0].getvalue()) == (b"", b"\0\xff")
         assert {name: state[name] for name in plain} == plain
-
-
-def test_streams_of_bytes_load_as_by_dcp(memory_job: Job) -> None:
-    forked(_save_and_load_streams, memory_job)
 
 
 # -- what else dcp.load does -----------------------------------------------------------------------
@@ -543,24 +437,21 @@ class Counter:
         self.count = state["count"]
 
 
-def _load_stateful(job: Job) -> int:
-    with job.writer() as writer:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_stateful_objects_are_saved_and_loaded(memory_job: Job, ranks: int) -> None:
+    with memory_job.writer() as writer:
         dcp_mem.save(
             {"loader": Counter(5), "w": torch.ones(2)},
             checkpoint_id="step-1",
             storage_writer=writer,
         )
     state: dict[str, Any] = {"loader": Counter(0), "w": torch.zeros(2)}
-    dcp_mem.load(state, storage_reader=job.reader())
+    dcp_mem.load(state, storage_reader=memory_job.reader())
     assert torch.equal(state["w"], torch.ones(2))
     loader = state["loader"]
     assert isinstance(loader, Counter)
-    return loader.count
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_stateful_objects_are_saved_and_loaded(memory_job: Job, ranks: int) -> None:
-    assert forked_ranks(_load_stateful, ranks, memory_job) == [5] * ranks
+    assert loader.count == 5
 
 
 class Upside(DefaultLoadPlanner):
@@ -605,42 +496,6 @@ def test_a_planner_of_ones_own_reads_the_metadata_of_very_many_parts(
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_planner_of_ones_own_is_honoured(memory_job: Job, ranks: int) -> None:
     assert all(asked > 0 for asked in forked_ranks(_load_by_own_planner, ranks, memory_job))
-
-
-def _load_the_older(url: str, memory: str) -> tuple[int, str, tuple[str, ...]]:
-    job = Job(url, memory)
-    with job.writer() as writer:
-        for number in (1, 2):
-            dcp_mem.save(make_state(number), checkpoint_id=f"step-{number}", storage_writer=writer)
-            writer.wait(f"step-{number}")
-    rank = dist.get_rank()
-    dist.barrier()
-    if rank == 0:
-        for segment in Path(url, "step-2").glob("*.distcp"):
-            with segment.open("r+b") as stream:
-                stream.seek(segment.stat().st_size // 3)
-                stream.write(b"damage")
-    dist.barrier()
-    elsewhere = Job(url, f"{memory}/elsewhere")
-    if rank == 0:
-        Path(elsewhere.memory).mkdir(mode=0o700)
-    dist.barrier()
-    state = make_state(0)
-    with elsewhere.reader() as reader:
-        dcp_mem.load(state, storage_reader=reader)
-        report = reader.report()
-    return number_of(state), report.checkpoint_id, report.passed_over
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_damage_found_while_reading_falls_through_to_the_older(
-    tmp_path: Path, memory_root: Path, ranks: int
-) -> None:
-    for number, name, passed_over in forked_ranks(
-        _load_the_older, ranks, str(tmp_path / "run"), str(memory_root)
-    ):
-        assert (number, name) == (1, "step-1")
-        assert any("step-2" in reason for reason in passed_over)
 
 
 # -- what the checkpoint has a part of only --------------------------------------------------------

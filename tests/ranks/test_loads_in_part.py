@@ -17,7 +17,7 @@ from torch import nn
 import dcp_mem
 from dcp_mem import CheckpointManager, ConfigError, EntriesMissing, RankFailed, TrainState
 from tests.support.checkpoints.jobs import Job
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, on_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -148,7 +148,8 @@ def test_a_load_says_once_what_it_casts_and_how_much(
     assert not [one for one in caplog.records if "cast" in one.getMessage()]
 
 
-def _cast_on_one_rank(job: Job) -> None:
+@on_ranks(2)
+def test_rank_0_says_what_other_ranks_cast(job: Job) -> None:
     rank = dist.get_rank()
     with job.writer(agent="thread") as writer:
         dcp_mem.save(
@@ -168,10 +169,6 @@ def _cast_on_one_rank(job: Job) -> None:
         assert len(casts) == (rank == 0), casts
         assert all("w1 (float32 to float64)" in one for one in casts)
         dist.barrier()
-
-
-def test_rank_0_says_what_other_ranks_cast(job: Job) -> None:
-    forked_ranks(_cast_on_one_rank, 2, job)
 
 
 def test_what_another_planner_plans_cant_be_loaded_in_part(job: Job) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_mem
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter, NotOfOneSave
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked_ranks, in_process, on_ranks, raised_by
 
 _ENV = {"DCP_MEM_TIMEOUT": "60"}
 _SOON_SECONDS = 30.0
@@ -98,13 +98,11 @@ def _save_old_and_damaged_new(root: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["dcp.load", "dcp_mem.load", "strict=False"])
+@in_process
 def test_a_partial_load_never_mixes_a_damaged_checkpoint_with_an_older_one(
     memory_root: Path, which: str
 ) -> None:
-    forked(_load_partly, str(memory_root), which)
-
-
-def _load_partly(root: str, which: str) -> None:
+    root = str(memory_root)
     _save_old_and_damaged_new(root)
 
     def load(into: dict[str, Any]) -> None:
@@ -128,13 +126,11 @@ class _Choosing(DefaultLoadPlanner):
     keys = "of the user's own"
 
 
+@in_process
 def test_a_planner_with_an_attribute_of_its_own_falls_back_to_an_older_checkpoint(
     memory_root: Path,
 ) -> None:
-    forked(_load_with_keys, str(memory_root))
-
-
-def _load_with_keys(root: str) -> None:
+    root = str(memory_root)
     _save_old_and_damaged_new(root)
     into = {"w": torch.zeros(400_000)}
     dcp.load(into, storage_reader=_reader(root), planner=_Choosing())
@@ -150,13 +146,11 @@ class _Raising(DefaultLoadPlanner):
 
 
 @pytest.mark.parametrize("planner", [None, _Raising])
+@on_ranks(2, timeout=150, env=_ENV)
 def test_a_load_that_cannot_be_planned_keeps_no_lease(
     memory_root: Path, planner: type[DefaultLoadPlanner] | None
 ) -> None:
-    forked_ranks(_fail_to_plan, 2, str(memory_root), planner, timeout=150, env=_ENV)
-
-
-def _fail_to_plan(root: str, planner: type[DefaultLoadPlanner] | None) -> None:
+    root = str(memory_root)
     with _writer(root) as writer:
         dcp.save({"x": torch.ones(8)}, checkpoint_id="a", storage_writer=writer)
     dist.barrier()
@@ -189,11 +183,9 @@ def _is_leased(path: Path) -> bool:
         return False
 
 
+@in_process
 def test_an_id_of_a_load_that_failed_early_is_not_that_of_the_next_load(memory_root: Path) -> None:
-    forked(_fail_early, str(memory_root))
-
-
-def _fail_early(root: str) -> None:
+    root = str(memory_root)
     with _writer(root) as writer:
         for name in ("a", "b"):
             dcp.save({"x": torch.ones(8)}, checkpoint_id=name, storage_writer=writer)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import dcp_mem
 from dcp_mem import CheckpointManager, ConfigError, DcpMemError
 from tests.support.processes import faults
-from tests.support.processes.forks import forked_ranks
+from tests.support.processes.forks import on_ranks
 
 
 def _manager(root: str | Path, url: str | Path | None = None, **options: Any) -> CheckpointManager:
@@ -86,7 +86,9 @@ def test_memory_that_is_full_skips(memory_root: Path) -> None:
         assert manager.latest() == 1
 
 
-def _train_overlapped(root: str) -> None:
+@on_ranks(2)
+def test_overlapped_saves_have_what_there_was_when_they_were_called(memory_root: Path) -> None:
+    root = str(memory_root)
     torch.manual_seed(0)
     model = torch.nn.Linear(50, 50)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -105,10 +107,6 @@ def _train_overlapped(root: str) -> None:
         for one, other in zip(into["model"].values(), before, strict=True):
             assert torch.equal(one, other)
     dist.barrier()
-
-
-def test_overlapped_saves_have_what_there_was_when_they_were_called(memory_root: Path) -> None:
-    forked_ranks(_train_overlapped, 2, str(memory_root))
 
 
 @pytest.mark.parametrize("overlap", ["AdamW", [], [None]])

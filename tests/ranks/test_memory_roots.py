@@ -25,7 +25,7 @@ from dcp_mem import (
 )
 from dcp_mem.policy import pieces
 from tests.support.channels import PROBE_NBYTES, UsedChannel
-from tests.support.processes.forks import forked_ranks
+from tests.support.processes.forks import forked_ranks, on_ranks
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -71,15 +71,6 @@ def _is_saved(state: dict[str, Any]) -> bool:
         state["sharded"].full_tensor(), expected["sharded"].full_tensor()
     ) and torch.equal(state["replicated"], expected["replicated"])
     return same and state["step"] == 2
-
-
-def _load_directly(memory_root: Path, nodes: Sequence[int]) -> tuple[str, bool]:
-    state = _state(0)
-    reader = MemoryStorageReader(
-        memory_root=memory_root / f"node{nodes[dist.get_rank()]}", job="job"
-    )
-    dcp_mem.load(state, storage_reader=reader)
-    return reader.report().source, _is_saved(state)
 
 
 def _refusal(memory_root: Path, nodes: Sequence[int]) -> list[str]:
@@ -204,8 +195,13 @@ def test_nodes_put_together_what_lies_in_their_memory(
     )
 
 
+@on_ranks(3)
 def test_a_direct_load_puts_it_together_as_well(saved: Path) -> None:
-    assert forked_ranks(_load_directly, 3, saved, (0, 2, 1)) == [("memory and peers", True)] * 3
+    nodes = (0, 2, 1)
+    state = _state(0)
+    reader = MemoryStorageReader(memory_root=saved / f"node{nodes[dist.get_rank()]}", job="job")
+    dcp_mem.load(state, storage_reader=reader)
+    assert (reader.report().source, _is_saved(state)) == ("memory and peers", True)
 
 
 def test_what_no_node_has_comes_from_storage_and_the_rest_from_memory(

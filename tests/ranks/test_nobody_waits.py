@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter
-from dcp_mem.comm.job_ranks import JobRanks
-from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.processes import faults
+from tests.support.processes.forks import forked_ranks, on_ranks, raised_by
 
 _ENV = {"DCP_MEM_TIMEOUT": "60"}
 _SOON_SECONDS = 30.0
@@ -189,47 +189,17 @@ class _Old(DefaultSavePlanner):
         super().set_up_planner(state_dict, is_coordinator=is_coordinator)
 
 
-def _saves_with_an_old_planner(root: str) -> float:
+@on_ranks(2)
+def test_a_planner_of_before_storage_meta_is_set_up_as_it_can_be(memory_root: Path) -> None:
+    root = str(memory_root)
     with _writer(root) as writer:
         dcp.save({"x": torch.ones(2)}, checkpoint_id="a", storage_writer=writer, planner=_Old())
     into = {"x": torch.zeros(2)}
     dcp.load(into, storage_reader=_reader(root))
-    return float(into["x"].sum())
-
-
-def test_a_planner_of_before_storage_meta_is_set_up_as_it_can_be(memory_root: Path) -> None:
-    assert forked_ranks(_saves_with_an_old_planner, 2, str(memory_root)) == [2.0, 2.0]
+    assert float(into["x"].sum()) == 2.0
 
 
 # -- anything else between two exchanges -----------------------------------------------------------
-
-_COLLECTIVES = ("exchange", "all_reduce", "gather", "broadcast", "scatter", "tell_leaders")
-
-
-class _Interrupted(Exception):
-    """Stands for whatever goes wrong in front of an exchange."""
-
-
-@contextmanager
-def _interrupted_before(call: int, culprit: int) -> Iterator[list[int]]:
-    """Raise in the place of this rank's nth collective call; yields the number of its calls."""
-    count = [0]
-
-    def interrupting(name: str) -> Callable[..., Any]:
-        original = getattr(JobRanks, name)
-
-        def counted(self: JobRanks, *args: Any, **kwargs: Any) -> Any:
-            count[0] += 1
-            if count[0] == call and dist.get_rank() == culprit:
-                raise _Interrupted("on its way")
-            return original(self, *args, **kwargs)
-
-        return counted
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _COLLECTIVES:
-            patch.setattr(JobRanks, name, interrupting(name))
-        yield count
 
 
 def _calls(root: str) -> dict[str, Callable[[], object]]:
@@ -278,16 +248,17 @@ def _calls(root: str) -> dict[str, Callable[[], object]]:
 def _is_interrupted_anywhere(root: str, name: str) -> list[_Outcome]:
     act, found = _calls(root)[name], []
     _calls(root)["dcp.save"]()
-    with _interrupted_before(0, 0) as count:
-        act()
-    for number in range(1, count[0] + 1):
+    for number in range(1, faults.passes_of("ranks.exchange", act) + 1):
         for culprit in (0, 1):
 
             def interrupted(number: int = number, culprit: int = culprit) -> None:
-                with _interrupted_before(number, culprit):
+                faults.arm(f"ranks.exchange:raise:{number}" if dist.get_rank() == culprit else "")
+                try:
                     act()
+                finally:
+                    faults.arm("")
 
-            found.append(_outcome(f"rank {culprit}, call {number}", interrupted, act))
+            found.append(_outcome(f"rank {culprit}, exchange {number}", interrupted, act))
     return found
 
 
@@ -296,7 +267,7 @@ def test_an_error_in_front_of_any_exchange_ends_the_call_on_all_ranks(
     memory_root: Path, name: str
 ) -> None:
     found = forked_ranks(_is_interrupted_anywhere, 2, str(memory_root), name, timeout=250, env=_ENV)
-    _ended_together(found, "on its way")
+    _ended_together(found, "fault injected at ranks.exchange")
 
 
 # -- stateful objects ------------------------------------------------------------------------------
@@ -370,29 +341,18 @@ def test_what_one_rank_alone_gets_wrong_is_a_warning_for_all(memory_root: Path) 
 # -- what all ranks raise --------------------------------------------------------------------------
 
 
-@contextmanager
-def _departures() -> Iterator[list[str]]:
-    """Yield why this rank has left others, which may be in their next call by then."""
-    found: list[str] = []
-    leave = JobRanks.leave
-
-    def noted(self: JobRanks, why: str) -> None:
-        found.append(why)
-        leave(self, why)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JobRanks, "leave", noted)
-        yield found
+def _next_call(root: str) -> Callable[[], object]:
+    return lambda: _writer(root).prepare(_state()).wait(_SOON_SECONDS)
 
 
-def _all_raise(root: str) -> list[tuple[str, str, list[str]]]:
+def _all_raise(root: str) -> list[tuple[str, str, Exception | None]]:
+    """What each case raises, and what the next call does, which the ranks begin as they come."""
     rank = dist.get_rank()
     found = []
 
     def note(case: str, act: Callable[[], object]) -> None:
-        with _departures() as departures:
-            error = raised_by(act)
-        found.append((case, type(error).__name__, departures))
+        error = raised_by(act)
+        found.append((case, type(error).__name__, raised_by(_next_call(root))))
         dist.barrier()
 
     def save(writer: MemoryStorageWriter, name: str, **state: Any) -> None:
@@ -425,8 +385,8 @@ def _all_raise(root: str) -> list[tuple[str, str, list[str]]]:
 def test_a_rank_does_not_leave_ranks_that_raise_as_well(memory_root: Path) -> None:
     """It would do so late, when they are in their next call, which would break."""
     for found in forked_ranks(_all_raise, 2, str(memory_root), env=_ENV):
-        for case, error, departures in found:
-            assert departures == [], (case, error)
+        for case, error, next_error in found:
+            assert next_error is None, (case, error, next_error)
             # The manager warns, and goes on.
             assert (error == "NoneType") == (case == "one rank's metrics"), (case, error)
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from dcp_mem import CheckpointManager, CheckpointNotFound, ConfigError
-from dcp_mem.memory.job import JobMemory
-from dcp_mem.saving.retention import apply_retention
-from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.processes import faults
 from tests.support.processes.forks import forked, forked_ranks, forking
+from tests.support.shell import Shell
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,8 +36,7 @@ def _state(value: float) -> dict[str, Any]:
 def _save(manager: CheckpointManager, *steps: int) -> None:
     for step in steps:
         assert manager.save(step, _state(step))
-        if manager._writer.settings.url is not None:
-            manager.wait(step, progress=False)
+        manager.wait(step, "durable" if manager.list()[0].persist else "complete", progress=False)
 
 
 def _reject(root: Path, url: Path | None) -> int | None:
@@ -69,17 +68,15 @@ def test_a_rejected_checkpoint_is_passed_over_and_said_so(
 
 def _reject_while_older_ones_leave(root: Path) -> tuple[int | None, list[str], tuple[str, ...]]:
     """Reject step-4 between its completion and the retention that this rank then applies."""
-
-    def rejected_first(memory: JobMemory, *args: Any, **options: Any) -> None:
-        newest = memory.checkpoints()[0]
-        if newest.name == "step-4":
-            memory.reject(newest, "the loss is NaN")
-        apply_retention(memory, *args, **options)
-
     with _manager(root, None, keep_memory=2) as manager:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dcp_mem.saving.complete.apply_retention", rejected_first)
-            _save(manager, 1, 2, 3, 4)
+        _save(manager, 1, 2, 3)
+
+        def reject() -> None:
+            told = Shell(Job(None, str(root))).run("reject", "step-4", "--why", "the loss is NaN")
+            assert told.exit_code == 0, told.output
+
+        with faults.at_point("complete.manifest", reject):
+            _save(manager, 4)
         assert manager.restore(_state(0)) == 3
         passed_over = manager.report().passed_over
         named = manager.restore(_state(0), step=4)
@@ -169,7 +166,7 @@ def _start(root: Path, url: Path | None, last: int, action: str, restores: int =
     for _ in range(restores):
         resumed = manager.restore(_state(0))
     for step in range(resumed or 0, last):
-        manager._crash_loop.passed(step)
+        manager.save(step, _state(step))
     return resumed
 
 

@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_mem import CheckpointManager, ConfigError
-from dcp_mem.format.checksums import checksum
-from dcp_mem.manager import replica_check
-from dcp_mem.manager.replica_check import TURNS
 from tests.support.processes.forks import forked_ranks
 
 pytestmark = pytest.mark.timeout(120)
+
+_TURNS = 8
+"""Comparisons after which every tensor has had its turn."""
 
 
 def _state(damaged: str) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def _compare(root: Path, damaged: str, is_async: bool) -> set[str]:
         memory_root=root, job="job", compare_replicas=2, async_save=is_async
     ) as manager:
         state, found = _state(damaged), set[str]()
-        for step in range(2 * TURNS + 2):
+        for step in range(2 * _TURNS + 2):
             found |= set(manager.save(step, state).troubles)
         return found
 
@@ -62,27 +63,26 @@ def test_a_replica_that_differs_is_named_with_its_rank(
 
 
 def _save_while_sums_are_held(root: Path, is_async: bool) -> tuple[str, ...]:
-    """Save while checksums of replicas can't be made; return what a later save says."""
-    begun, go_on, made = threading.Event(), threading.Event(), threading.Event()
+    """Save while threads that sum up replicas don't begin; return what a later save says."""
+    begun, go_on = threading.Event(), threading.Event()
+    run: Any = threading.Thread.run
 
-    def held(data: Any) -> int:
-        begun.set()
-        go_on.wait(30)
-        made.set()
-        return checksum(data)
+    def held(thread: threading.Thread) -> None:
+        if thread.name == "dcp_mem-replicas":
+            begun.set()
+            assert go_on.wait(30)
+        run(thread)
 
     rank = dist.get_rank()
-    state = {f"w{number}": torch.full((5,), float(rank)) for number in range(8 * TURNS)}
+    state = {f"w{number}": torch.full((5,), float(rank)) for number in range(8 * _TURNS)}
     with (
-        pytest.MonkeyPatch.context() as patch,
+        patch.object(threading.Thread, "run", held),
         CheckpointManager(
             memory_root=root, job="job", compare_replicas=1, async_save=is_async
         ) as manager,
     ):
-        patch.setattr(replica_check, "checksum", held)
         saved = manager.save(1, state)
         assert begun.wait(30)
-        assert not made.is_set(), "the save has waited for the checksums"
         assert saved.troubles == ()
         if not is_async:
             assert manager.latest() == 1, "the checkpoint is complete without them"

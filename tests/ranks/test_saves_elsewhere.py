@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_mem
 from dcp_mem import MemoryStorageWriter
 from tests.support.checkpoints.jobs import Job, make_state, number_of
-from tests.support.processes.forks import forked_ranks
+from tests.support.processes.forks import forked_ranks, on_ranks
 
 _TYPES: Any = getattr(dcp.state_dict_saver, "AsyncCheckpointerType", None)
 _SECONDS = 100.0
@@ -91,16 +91,13 @@ def _files(job: Job, *suffixes: str) -> list[Path]:
 # -- what is saved comes back ----------------------------------------------------------------------
 
 
-def _a_new_writer_for_each(job: Job) -> None:
-    for step in range(4):
-        writer = job.writer(keep_memory=3)
-        _saved(writer, step)
-        assert _number_in(job, f"step-{step}") == step
-    writer.close()
-
-
+@on_ranks(1, timeout=200)
 def test_each_save_may_be_of_a_writer_of_its_own(memory_job: Job) -> None:
-    forked_ranks(_a_new_writer_for_each, 1, memory_job, timeout=200)
+    for step in range(4):
+        writer = memory_job.writer(keep_memory=3)
+        _saved(writer, step)
+        assert _number_in(memory_job, f"step-{step}") == step
+    writer.close()
 
 
 def _on_nodes(root: str, parts: int) -> None:
@@ -172,41 +169,36 @@ def _of_structure(number: int, step: int) -> dict[str, Any]:
     return make_state(step) | {f"more {one}": torch.full((7,), step) for one in range(number)}
 
 
-def _changes(job: Job) -> None:
+@on_ranks(2, timeout=200)
+def test_states_of_several_structures_are_saved(memory_job: Job) -> None:
     """Save states of six structures in turn, twice: more than plans are kept."""
-    with job.writer(keep_memory=2) as writer:
+    with memory_job.writer(keep_memory=2) as writer:
         for step in range(12):
             state = _of_structure(step % 6, step)
             future = _begin(writer, state, f"step-{step}")
             _spoil(state)
             future.result(_SECONDS)
-            assert _number_in(job, f"step-{step}") == step
+            assert _number_in(memory_job, f"step-{step}") == step
             dist.barrier()
 
 
-def test_states_of_several_structures_are_saved(memory_job: Job) -> None:
-    forked_ranks(_changes, 2, memory_job, timeout=200)
-
-
-def _changes_on_one_rank(job: Job) -> None:
-    with job.writer(keep_memory=3) as writer:
+@on_ranks(2, timeout=200)
+def test_a_structure_that_changes_on_one_rank_alone_is_saved(memory_job: Job) -> None:
+    with memory_job.writer(keep_memory=3) as writer:
         for step in range(5):
             state = _of_structure(dist.get_rank() * (step > 1), step)
             _begin(writer, state, f"step-{step}").result(_SECONDS)
-            assert _number_in(job, f"step-{step}") == step
+            assert _number_in(memory_job, f"step-{step}") == step
             dist.barrier()
 
 
-def test_a_structure_that_changes_on_one_rank_alone_is_saved(memory_job: Job) -> None:
-    forked_ranks(_changes_on_one_rank, 2, memory_job, timeout=200)
-
-
-def _overlaps(job: Job) -> None:
+@on_ranks(2, timeout=200)
+def test_a_save_that_is_told_to_overlap_is_of_the_state_at_the_call(memory_job: Job) -> None:
     """Train on right after each call, as with threads."""
     torch.manual_seed(dist.get_rank())
     model, own = torch.nn.Linear(32, 64), f"model {dist.get_rank()}"
     optimizer = torch.optim.AdamW(model.parameters())
-    with job.writer(keep_memory=3) as writer:
+    with memory_job.writer(keep_memory=3) as writer:
         for step in range(3):
             expected = {key: value.clone() for key, value in model.state_dict().items()}
             future = _begin(writer, {own: model.state_dict()}, f"step-{step}", overlap=optimizer)
@@ -215,15 +207,11 @@ def _overlaps(job: Job) -> None:
             optimizer.zero_grad()
             future.result(_SECONDS)
             found = {own: {key: torch.zeros_like(one) for key, one in expected.items()}}
-            with job.reader() as reader:
+            with memory_job.reader() as reader:
                 dcp.load(found, checkpoint_id=f"step-{step}", storage_reader=reader)
             for key, value in expected.items():
                 assert torch.equal(value, found[own][key]), (step, key)
             dist.barrier()
-
-
-def test_a_save_that_is_told_to_overlap_is_of_the_state_at_the_call(memory_job: Job) -> None:
-    forked_ranks(_overlaps, 2, memory_job, timeout=200)
 
 
 # -- failures, and the end -------------------------------------------------------------------------
@@ -269,23 +257,20 @@ def test_each_of_several_futures_has_the_error_of_its_own_save_on_all_ranks(
         forked_ranks(_one_of_several_fails, 2, memory_job, timeout=200)
 
 
-def _closes_at_once(job: Job) -> None:
-    writer = job.writer(keep_memory=2)
+@on_ranks(1, timeout=200)
+def test_a_close_during_a_save_harms_neither_it_nor_another(memory_job: Job) -> None:
+    """It knows of the saves of its own process alone."""
+    writer = memory_job.writer(keep_memory=2)
     for step in range(2):
         _saved(writer, step)
     future = _begin(writer, make_state(2), "step-2")
     writer.close()
     future.result(_SECONDS)
-    assert _number_in(job, None) == 2
-    with job.writer(keep_memory=2) as another:
+    assert _number_in(memory_job, None) == 2
+    with memory_job.writer(keep_memory=2) as another:
         for step in range(3, 6):
             _saved(another, step)
-            assert _number_in(job, None) == step
-
-
-def test_a_close_during_a_save_harms_neither_it_nor_another(memory_job: Job) -> None:
-    """It knows of the saves of its own process alone."""
-    forked_ranks(_closes_at_once, 1, memory_job, timeout=200)
+            assert _number_in(memory_job, None) == step
 
 
 class _Kills(_Refused):

@@ -36,7 +36,7 @@ from tests.support.checkpoints.jobs import (
     save_two_with_torch,
     wait_until,
 )
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, in_process, on_ranks, raised_by
 from tests.support.processes.launch import run_python, run_torchrun
 from tests.support.storage.servers import free_port
 
@@ -147,7 +147,9 @@ def test_saves_and_loads_by_path_go_through_dcp_mem(job: Job, ranks: int) -> Non
     assert load_as_torch(Path(job.url, "step-3")) == 3
 
 
-def _leaves_the_rest(job: Job, directory: Path) -> None:
+@in_process
+def test_what_lies_elsewhere_is_left_to_torch(job: Job, tmp_path: Path) -> None:
+    directory = tmp_path / "other"
     assert job.url is not None
     with _serving(job) as served:
         elsewhere = [
@@ -168,11 +170,8 @@ def _leaves_the_rest(job: Job, directory: Path) -> None:
             assert _load(path) == number
 
 
-def test_what_lies_elsewhere_is_left_to_torch(job: Job, tmp_path: Path) -> None:
-    forked(_leaves_the_rest, job, tmp_path / "other")
-
-
-def _leaves_given_writers(job: Job) -> None:
+@in_process
+def test_a_writer_or_reader_that_is_given_is_used(job: Job) -> None:
     assert job.url is not None
     with _serving(job) as served:
         path = f"{job.url}/step-1"
@@ -183,21 +182,18 @@ def _leaves_given_writers(job: Job) -> None:
         assert number_of(state) == 1
 
 
-def test_a_writer_or_reader_that_is_given_is_used(job: Job) -> None:
-    forked(_leaves_given_writers, job)
-
-
-def _takes_the_same_directory_by_any_name(job: Job, directory: Path) -> None:
+@in_process
+def test_links_and_relative_paths_are_seen_through(job: Job, tmp_path: Path) -> None:
     assert job.url is not None
     root = Path(job.url)
     root.mkdir()
-    (directory / "link").symlink_to(root)
-    (directory / "outside").mkdir()
-    (root / "to-outside").symlink_to(directory / "outside")
-    os.chdir(directory)
+    (tmp_path / "link").symlink_to(root)
+    (tmp_path / "outside").mkdir()
+    (root / "to-outside").symlink_to(tmp_path / "outside")
+    os.chdir(tmp_path)
     with _serving(job) as served:
         _save(os.path.relpath(root / "step-1"), 1)
-        _save(directory / "link" / "step-2", 2)
+        _save(tmp_path / "link" / "step-2", 2)
         _save(f"{root}/sub/../step-3/", 3)
         begun: Any = dcp.async_save(make_state(4), checkpoint_id=os.path.relpath(root / "step-4"))
         getattr(begun, "upload_completion", begun).result()
@@ -205,20 +201,18 @@ def _takes_the_same_directory_by_any_name(job: Job, directory: Path) -> None:
         assert _load(f"link/../{root.name}/step-4") == 4
         # The kernel takes `to-outside/..` for the parent of `outside`.
         _save(f"{root}/to-outside/../step-5", 5)
-        assert _files_of_torch(directory / "step-5") == {"__0_0.distcp"}
+        assert _files_of_torch(tmp_path / "step-5") == {"__0_0.distcp"}
         served.writer.wait("step-4", timeout=60)
         (root / "latest").symlink_to(root / "step-4")
         assert _load(root / "latest") == 4
-        save_two_with_torch(directory / "outside")
-        (root / "foreign").symlink_to(directory / "outside" / "step-2")
+        save_two_with_torch(tmp_path / "outside")
+        (root / "foreign").symlink_to(tmp_path / "outside" / "step-2")
         assert _load(root / "foreign") == 2
 
 
-def test_links_and_relative_paths_are_seen_through(job: Job, tmp_path: Path) -> None:
-    forked(_takes_the_same_directory_by_any_name, job, tmp_path)
-
-
-def _takes_urls(memory: str) -> None:
+@in_process
+def test_urls_are_served(memory_root: Path) -> None:
+    memory = str(memory_root)
     options: dict[str, Any] = {"memory_root": memory, "agent": "thread"}
     with dcp_mem.serve("memory://bucket/run/", **options) as served:
         _save("memory://bucket/run/step-1", 1)
@@ -231,11 +225,11 @@ def _takes_urls(memory: str) -> None:
         assert served._choose(b"memory://bucket/run/step-1", False) is None
 
 
-def test_urls_are_served(memory_root: Path) -> None:
-    forked(_takes_urls, str(memory_root))
-
-
-def _loads_what_torch_wrote(job: Job) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_what_torch_wrote_is_loaded_and_what_is_missing_raises_as_in_torch(
+    job: Job, ranks: int
+) -> None:
     assert job.url is not None
     save_two_with_torch(Path(job.url))
     missing = f"{job.url}/step-7"
@@ -249,14 +243,8 @@ def _loads_what_torch_wrote(job: Job) -> None:
         assert _load(f"{job.url}/step-2") == 22
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_torch_wrote_is_loaded_and_what_is_missing_raises_as_in_torch(
-    job: Job, ranks: int
-) -> None:
-    forked_ranks(_loads_what_torch_wrote, ranks, job)
-
-
-def _serves_twice(job: Job) -> int:
+@in_process
+def test_a_root_that_is_served_gets_no_second_writer(job: Job) -> None:
     made, begin = list[MemoryStorageWriter](), MemoryStorageWriter.__init__
 
     def count(writer: MemoryStorageWriter, *arguments: Any, **options: Any) -> None:
@@ -269,14 +257,14 @@ def _serves_twice(job: Job) -> int:
         assert dcp_mem.serve(str(job.url), **options) is served
         with pytest.raises(ConfigError, match="other options"):
             dcp_mem.serve(str(job.url), **options, keep_memory=3)
-    return 1 + len(made)
+    assert (1 + len(made)) == 1
 
 
-def test_a_root_that_is_served_gets_no_second_writer(job: Job) -> None:
-    assert forked(_serves_twice, job) == 1
-
-
-def _serves_two(job: Job, directory: Path) -> None:
+@in_process
+def test_roots_are_served_side_by_side_and_torch_gets_its_functions_back(
+    job: Job, tmp_path: Path
+) -> None:
+    directory = tmp_path / "second"
     before = _torchs_functions()
     first = dcp_mem.serve(str(job.url), agent="thread", memory_root=job.memory)
     assert dcp_mem.serve(f"{job.url}/", agent="thread", memory_root=job.memory) is first
@@ -299,13 +287,8 @@ def _serves_two(job: Job, directory: Path) -> None:
     assert committed_in(directory) == {"step-2", "step-4"}
 
 
-def test_roots_are_served_side_by_side_and_torch_gets_its_functions_back(
-    job: Job, tmp_path: Path
-) -> None:
-    forked(_serves_two, job, tmp_path / "second")
-
-
-def _is_refused(job: Job) -> None:
+@in_process
+def test_bad_options_raise_and_nothing_is_replaced(job: Job) -> None:
     before = _torchs_functions()
     for options in ({"keep": 2}, {"keep_memory": 0}, {"on_full": "burst"}, {"transport": "pigeon"}):
         with pytest.raises(ConfigError):
@@ -315,11 +298,8 @@ def _is_refused(job: Job) -> None:
     assert _torchs_functions() == before
 
 
-def test_bad_options_raise_and_nothing_is_replaced(job: Job) -> None:
-    forked(_is_refused, job)
-
-
-def _stops_under_way(job: Job) -> None:
+@in_process
+def test_saves_under_way_are_completed_when_it_stops(job: Job) -> None:
     served = dcp_mem.serve(str(job.url), agent="thread", memory_root=job.memory)
     begun: list[Future[Any]] = []
     for number in (1, 2, 3):
@@ -331,11 +311,8 @@ def _stops_under_way(job: Job) -> None:
     assert committed_in(Path(str(job.url))) >= {"s3"}
 
 
-def test_saves_under_way_are_completed_when_it_stops(job: Job) -> None:
-    forked(_stops_under_way, job)
-
-
-def _others_replace(job: Job) -> None:
+@in_process
+def test_a_replacement_of_ours_by_others_stays(job: Job) -> None:
     served = dcp_mem.serve(str(job.url), agent="thread", memory_root=job.memory)
     ours = state_dict_saver._storage_setup
     calls: list[object] = []
@@ -350,10 +327,6 @@ def _others_replace(job: Job) -> None:
     _save(f"{job.url}/step-1", 1)
     assert calls == [f"{job.url}/step-1"]
     assert _files_of_torch(Path(str(job.url), "step-1")) == {"__0_0.distcp"}
-
-
-def test_a_replacement_of_ours_by_others_stays(job: Job) -> None:
-    forked(_others_replace, job)
 
 
 def _says_what_it_does(job: Job) -> list[str]:
@@ -378,7 +351,9 @@ def test_the_log_says_what_is_served_and_what_is_left(job: Job) -> None:
     assert f"{job.url} is left to torch again" in said
 
 
-def _stages(job: Job) -> list[str]:
+@needs_a_stager
+@in_process
+def test_the_writer_stages_asynchronous_saves(job: Job) -> None:
     imported_before: Any = dcp.async_save
     staged: list[str] = []
     stage = MemoryStorageWriter.stage
@@ -397,12 +372,6 @@ def _stages(job: Job) -> list[str]:
             staged.append(name)
         assert _names(served) == {"step-1", "step-2"}
         assert [_load(f"{job.url}/step-{number}") for number in (1, 2)] == [1, 1]
-    return staged
-
-
-@needs_a_stager
-def test_the_writer_stages_asynchronous_saves(job: Job) -> None:
-    staged = forked(_stages, job)
     assert staged[:2] == ["staged", "step-1"]
     assert "step-2" in staged
 
@@ -427,7 +396,8 @@ def test_a_save_in_another_process_is_served(job: Job) -> None:
     assert committed_in(Path(str(job.url))) == {"step-1"}
 
 
-def _saves_in_a_fork(job: Job) -> None:
+@in_process
+def test_a_child_that_ends_leaves_its_parents_root_alone(job: Job) -> None:
     with _serving(job, agent="process"):
         child = multiprocessing.get_context("fork").Process(target=threading.active_count)
         child.start()
@@ -437,21 +407,14 @@ def _saves_in_a_fork(job: Job) -> None:
         assert _load(f"{job.url}/step-1") == 1
 
 
-def test_a_child_that_ends_leaves_its_parents_root_alone(job: Job) -> None:
-    forked(_saves_in_a_fork, job)
-
-
-def _names_by_steps(job: Job) -> list[str]:
+@in_process
+def test_the_last_name_in_the_root_is_the_newest_checkpoint(job: Job) -> None:
     root = str(job.url)
     with _serving(job):
         for step in ("0009", "0010"):
             _save(f"{root}/{step}", 1)
             assert _load(f"{root}/{max(os.listdir(root))}") == 1
-    return sorted(os.listdir(root))
-
-
-def test_the_last_name_in_the_root_is_the_newest_checkpoint(job: Job) -> None:
-    assert forked(_names_by_steps, job) == [".dcp_mem", "0009", "0010"]
+    assert sorted(os.listdir(root)) == [".dcp_mem", "0009", "0010"]
 
 
 # -- the checkpoint's directory -------------------------------------------------------------------

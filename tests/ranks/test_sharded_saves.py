@@ -22,7 +22,7 @@ from tests.support.checkpoints.roundtrip import (
     blank_of,
     comes_back,
 )
-from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.processes.forks import forked_ranks, on_ranks, raised_by
 
 # -- sharded state ---------------------------------------------------------------------------------
 
@@ -72,7 +72,9 @@ def test_sharded_tensors_survive(places: Places) -> None:
 # -- over and over ---------------------------------------------------------------------------------
 
 
-def _saves_many_times(places: Places, saves: int) -> dict[str, int]:
+@on_ranks(2, timeout=100)
+def test_a_hundred_saves_by_two_ranks_leave_nothing_behind(places: Places) -> None:
+    saves = 120
     rank = dist.get_rank()
     most = descriptors = 0
     with places.writer(keep_memory=2) as writer:
@@ -97,16 +99,13 @@ def _saves_many_times(places: Places, saves: int) -> dict[str, int]:
         dist.barrier()
         comes_back(places, f"step-{saves - 1}", state)
         dist.barrier()
-    return {"segments and slots": most, "more descriptors": growth}
+    found = {"segments and slots": most, "more descriptors": growth}
+    assert found["segments and slots"] <= 2 * (2 + 1)
+    assert found["more descriptors"] <= 4
 
 
-def test_a_hundred_saves_by_two_ranks_leave_nothing_behind(places: Places) -> None:
-    for found in forked_ranks(_saves_many_times, 2, places, 120, timeout=100):
-        assert found["segments and slots"] <= 2 * (2 + 1)
-        assert found["more descriptors"] <= 4
-
-
-def _prepares_and_saves(places: Places) -> list[int]:
+@on_ranks(2)
+def test_prepared_ranks_find_their_slots_ready(places: Places) -> None:
     rank = dist.get_rank()
     state = {f"own.{rank}": torch.full((1 << 18,), float(rank)), "w": torch.ones(5)}
     with places.writer(keep_memory=2) as writer:
@@ -121,13 +120,9 @@ def _prepares_and_saves(places: Places) -> list[int]:
             dist.barrier()
         after = {path.stat().st_ino for path in [*job.rglob("*.slot"), *job.rglob("*.distcp")]}
         dist.barrier()
-    return [len(before), len(after - before)]
-
-
-def test_prepared_ranks_find_their_slots_ready(places: Places) -> None:
-    for prepared, made_later in forked_ranks(_prepares_and_saves, 2, places):
-        assert prepared == 2 * 3
-        assert made_later == 0
+    prepared, made_later = [len(before), len(after - before)]
+    assert prepared == 2 * 3
+    assert made_later == 0
 
 
 # -- nodes -----------------------------------------------------------------------------------------
@@ -161,7 +156,10 @@ def test_two_nodes_make_a_checkpoint_durable_together(places: Places) -> None:
     )
 
 
-def _saves_while_a_node_has_no_room_for_the_catalog(places: Places) -> list[str]:
+@on_ranks(2, timeout=60)
+def test_a_node_that_has_no_room_for_the_catalog_fails_the_save_on_every_rank(
+    places: Places,
+) -> None:
     rank = dist.get_rank()
     mine = Places(f"{places.memory}/node-{rank}", places.url)
     os.mkdir(mine.memory, 0o700)
@@ -183,13 +181,4 @@ def _saves_while_a_node_has_no_room_for_the_catalog(places: Places) -> list[str]
             errors.append(str(bad))
             save(state, checkpoint_id="good", storage_writer=writer)
             assert mine.directory("memory", "good").is_dir()
-    return errors
-
-
-def test_a_node_that_has_no_room_for_the_catalog_fails_the_save_on_every_rank(
-    places: Places,
-) -> None:
-    for errors in forked_ranks(
-        _saves_while_a_node_has_no_room_for_the_catalog, 2, places, timeout=60
-    ):
-        assert all("Not a directory" in error for error in errors)
+    assert all("Not a directory" in error for error in errors)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageWriter
 from tests.support.checkpoints.jobs import Job
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, on_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -113,7 +113,18 @@ def _save(writer: MemoryStorageWriter, road: str, state: dict[str, Any], name: s
     future.result()
 
 
-def _shards_come_back(job: Job, road: str) -> None:
+def _size_of(reader: Any, name: str, entry: str) -> tuple[int, ...]:
+    reader.reset(name)
+    return tuple(reader.read_metadata().state_dict_metadata[entry].size)
+
+
+@needs_checkpointable
+@pytest.mark.parametrize("road", ["save", "dcp.save", "async_save", "dcp.async_save", "overlap"])
+@on_ranks(2)
+def test_a_tensor_that_says_it_is_a_shard_is_one(
+    memory_root: Any, tmp_path: Any, road: str
+) -> None:
+    job = Job(str(tmp_path / "root"), str(memory_root))
     rank = dist.get_rank()
     with job.writer(keep_memory=5) as writer:
         for step in (1, 2, 3, 4):
@@ -130,34 +141,18 @@ def _shards_come_back(job: Job, road: str) -> None:
     assert sizes == [(4, 3), (8, 3)]
 
 
-def _size_of(reader: Any, name: str, entry: str) -> tuple[int, ...]:
-    reader.reset(name)
-    return tuple(reader.read_metadata().state_dict_metadata[entry].size)
-
-
 @needs_checkpointable
-@pytest.mark.parametrize("road", ["save", "dcp.save", "async_save", "dcp.async_save", "overlap"])
-def test_a_tensor_that_says_it_is_a_shard_is_one(
-    memory_root: Any, tmp_path: Any, road: str
-) -> None:
-    forked_ranks(_shards_come_back, 2, Job(str(tmp_path / "root"), str(memory_root)), road)
-
-
-def _restores_of_shards(job: Job) -> None:
+@on_ranks(2)
+def test_the_manager_restores_shards_and_takes_them_for_no_replicas(memory_job: Job) -> None:
     rank = dist.get_rank()
-    places: dict[str, Any] = {"memory_root": job.memory, "job": job.name}
-    with CheckpointManager(job.url, compare_replicas=1, **places) as manager:
+    places: dict[str, Any] = {"memory_root": memory_job.memory, "job": memory_job.name}
+    with CheckpointManager(memory_job.url, compare_replicas=1, **places) as manager:
         for step in range(1, 10):  # an eighth of the tensors is compared at each
             assert not manager.save(step, _state(rank, step)).troubles
         state, expected = _blank(rank, step), _state(rank, step)
         assert manager.restore(state) == step
     for name, tensor in expected["model"].items():
         assert torch.equal(state["model"][name], tensor)
-
-
-@needs_checkpointable
-def test_the_manager_restores_shards_and_takes_them_for_no_replicas(memory_job: Job) -> None:
-    forked_ranks(_restores_of_shards, 2, memory_job)
 
 
 def _error(save: Callable[..., Any], state: dict[str, Any], options: dict[str, Any]) -> str:
@@ -170,13 +165,15 @@ def _error(save: Callable[..., Any], state: dict[str, Any], options: dict[str, A
     return f"{type(error).__name__}: {error}"
 
 
-def _contradictions(job: Job) -> list[str]:
+@needs_checkpointable
+@on_ranks(2, env={"DCP_MEM_TIMEOUT": "30"})
+def test_what_one_rank_says_wrongly_of_a_shard_is_refused_on_all(memory_job: Job) -> None:
     rank = dist.get_rank()
     mixed = _rows(0, _whole(1)) if rank == 0 else torch.zeros(4, 3)
     wrong = _rows(rank, _whole(1))
     if rank == 0:
         wrong.local_offsets = ()
-    with job.writer(keep_memory=5) as writer:
+    with memory_job.writer(keep_memory=5) as writer:
         options: dict[str, Any] = {"checkpoint_id": "step-1", "storage_writer": writer}
         errors = [
             _error(save, {"x": tensor}, options)
@@ -184,17 +181,11 @@ def _contradictions(job: Job) -> list[str]:
             for save in (dcp.save, dcp_mem.save)
         ]
         dcp_mem.save({"x": torch.ones(2)}, checkpoint_id="step-9", storage_writer=writer)
-    with job.reader() as reader:
+    with memory_job.reader() as reader:
         assert reader.recoverable() == ["step-9"]
-    return errors
-
-
-@needs_checkpointable
-def test_what_one_rank_says_wrongly_of_a_shard_is_refused_on_all(memory_job: Job) -> None:
-    for errors in forked_ranks(_contradictions, 2, memory_job, env={"DCP_MEM_TIMEOUT": "30"}):
-        assert "x: rank 1 has a tensor of [4, 3]" in errors[0]
-        assert "x: rank 1 has a tensor of [4, 3]" in errors[1]
-        assert all("None" not in error for error in errors)
+    assert "x: rank 1 has a tensor of [4, 3]" in errors[0]
+    assert "x: rank 1 has a tensor of [4, 3]" in errors[1]
+    assert all("None" not in error for error in errors)
 
 
 def _sends_shards(job: Job) -> str:
@@ -299,7 +290,11 @@ def _as_a_newer_torch() -> None:
     utils.find_tensor_shard = find_shard
 
 
-def _saves_as_the_newer_torch(job: Job, save: Callable[..., Any]) -> list[str]:
+@pytest.mark.parametrize("save", [dcp.save, dcp_mem.save])
+@on_ranks(2)
+def test_a_kind_that_a_newer_torch_knows_is_saved_as_that_does_and_named_once(
+    memory_job: Job, save: Callable[..., Any]
+) -> None:
     _as_a_newer_torch()
     rank, said = dist.get_rank(), []
     handler = logging.Handler(logging.WARNING)
@@ -308,20 +303,12 @@ def _saves_as_the_newer_torch(job: Job, save: Callable[..., Any]) -> list[str]:
     own: Any = torch.arange(3.0) + 3 * rank
     own.half_of_rank = rank
     state = {"of all": {"x": torch.ones(2)}, "halves": {"x": own}}
-    with job.writer() as writer:
+    with memory_job.writer() as writer:
         for step in range(2):
             save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
     whole = {"halves": {"x": torch.zeros(6)}}
-    dcp_mem.load(whole, checkpoint_id="step-1", storage_reader=job.reader())
+    dcp_mem.load(whole, checkpoint_id="step-1", storage_reader=memory_job.reader())
     assert torch.equal(whole["halves"]["x"], torch.arange(6.0))
-    return said
-
-
-@pytest.mark.parametrize("save", [dcp.save, dcp_mem.save])
-def test_a_kind_that_a_newer_torch_knows_is_saved_as_that_does_and_named_once(
-    memory_job: Job, save: Callable[..., Any]
-) -> None:
-    for said in forked_ranks(_saves_as_the_newer_torch, 2, memory_job, save):
-        (warning,) = said
-        assert "halves.x: 1 items ([3] at [" in warning
-        assert "of [6]) to torch, 1 items ([3] at [0] of [3]) to dcp_mem" in warning
+    (warning,) = said
+    assert "halves.x: 1 items ([3] at [" in warning
+    assert "of [6]) to torch, 1 items ([3] at [0] of [3]) to dcp_mem" in warning

@@ -35,7 +35,7 @@ from tests.support.checkpoints.roundtrip import (
     random_tensor,
 )
 from tests.support.checkpoints.sharding import Cell, Part
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, on_ranks, raised_by
 
 FROM_MEMORY = ("memory",)
 
@@ -269,7 +269,8 @@ def _dtensors() -> Iterator[torch.Tensor]:
     yield DTensor.from_local(local.clone(), flat, [Shard(0)], run_check=False).requires_grad_()
 
 
-def _save_dtensors_in_turn(places: Places) -> None:
+@on_ranks(2)
+def test_each_of_these_changes_of_a_dtensor_is_in_the_next_checkpoint(places: Places) -> None:
     with places.writer(persist=False, keep_memory=2) as writer:
         first, *others = _dtensors()
         for other in [*others, torch.ones(4, 4), torch.ones(8, 4), 1]:
@@ -277,21 +278,14 @@ def _save_dtensors_in_turn(places: Places) -> None:
             _save_as_torch_does(places, writer, {"a": {"b": other}})
 
 
-def test_each_of_these_changes_of_a_dtensor_is_in_the_next_checkpoint(places: Places) -> None:
-    forked_ranks(_save_dtensors_in_turn, 2, places)
-
-
-def _save_strided_shards(places: Places) -> None:
+@on_ranks(4)
+def test_a_strided_shard_lies_otherwise_than_a_plain_one(places: Places) -> None:
     """As FSDP2 makes them of a tensor that tensor parallelism has cut."""
     mesh, local = init_device_mesh("cpu", (2, 2)), torch.full((2, 3), float(dist.get_rank()))
     with places.writer(persist=False, keep_memory=2) as writer:
         for first in (Shard(0), _StridedShard(0, split_factor=2), Shard(0)):
             tensor = DTensor.from_local(local, mesh, [first, Shard(0)], run_check=False)
             _save_as_torch_does(places, writer, {"a": tensor})
-
-
-def test_a_strided_shard_lies_otherwise_than_a_plain_one(places: Places) -> None:
-    forked_ranks(_save_strided_shards, 4, places)
 
 
 def _save_changed_worlds(places: Places, seeds: Sequence[int]) -> None:

@@ -6,9 +6,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter
-from dcp_mem.comm.job_ranks import JobRanks
+from tests.support.processes import faults
 from tests.support.processes.forks import forked_ranks, raised_by
 from tests.support.variants import with_variants
 
@@ -30,7 +29,6 @@ _ENV = {"DCP_MEM_TIMEOUT": str(_SECONDS)}
 _RANKS = 3
 _AT_ONCE = 12
 """Jobs that run at the same time: all but all of their time is waiting."""
-_EXCHANGES = ("exchange", "all_reduce", "gather", "broadcast", "scatter", "tell_leaders")
 _FIRST, _LATER = 0, 1
 """A call of new ranks, which have to connect and to plan, and one behind it."""
 
@@ -122,29 +120,6 @@ def _set_up(root: str, name: str) -> Callable[[], object]:
     return lambda: _CALLS[name](root)
 
 
-@contextmanager
-def _stopping_before(number: int, culprit: int) -> Iterator[list[int]]:
-    """Stop this rank's process in front of its nth exchange; yields the number of exchanges."""
-    count = [0]
-
-    def stopping(name: str) -> Callable[..., Any]:
-        original = getattr(JobRanks, name)
-
-        def counted(self: JobRanks, *args: Any, **kwargs: Any) -> Any:
-            count[0] += 1
-            if count[0] == number and dist.get_rank() == culprit:
-                os.kill(os.getpid(), signal.SIGSTOP)
-                time.sleep(0.2)  # a thread that isn't the main one may run on for a moment
-            return original(self, *args, **kwargs)
-
-        return counted
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _EXCHANGES:
-            patch.setattr(JobRanks, name, stopping(name))
-        yield count
-
-
 class _Said(logging.Handler):
     """Keeps the first line that names a silent rank, and when it was logged."""
 
@@ -159,12 +134,8 @@ class _Said(logging.Handler):
 
 def _counts(root: str, name: str) -> list[int]:
     """The exchanges of the first call, and of the later one."""
-    act, found = _set_up(root, name), []
-    for _ in (_FIRST, _LATER):
-        with _stopping_before(0, 0) as count:
-            act()
-        found.append(count[0])
-    return found
+    act = _set_up(root, name)
+    return [faults.passes_of("ranks.exchange", act) for _ in (_FIRST, _LATER)]
 
 
 def _meets_a_stopped_rank(root: str, name: str, point: _Point) -> _End | None:
@@ -176,10 +147,10 @@ def _meets_a_stopped_rank(root: str, name: str, point: _Point) -> _End | None:
     for _ in range(point.call):
         act()
     dist.barrier()
-    with _stopping_before(point.number, point.culprit):
-        started = time.monotonic()
-        error = raised_by(act)
-        seconds = time.monotonic() - started
+    faults.arm(f"ranks.exchange:stop:{point.number}" if rank == point.culprit else "")
+    started = time.monotonic()
+    error = raised_by(act)
+    seconds = time.monotonic() - started
     if rank == point.culprit:
         return None
     if store.add("ended", 1) == dist.get_world_size() - 1:

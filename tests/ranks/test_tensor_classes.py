@@ -19,7 +19,7 @@ from dcp_mem import (
 )
 from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.plans import begin_save
-from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.processes.forks import forked_ranks, on_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -213,7 +213,10 @@ def _save(writer: MemoryStorageWriter, road: str, state: dict[str, Any], name: s
         begun.result()
 
 
-def _roundtrips(job: Job, road: str) -> None:
+@pytest.mark.parametrize("road", ["save", "dcp.save", "async", "async by dcp"])
+@on_ranks(1)
+def test_a_wrapper_comes_back_part_by_part(memory_root: Any, tmp_path: Any, road: str) -> None:
+    job = Job(str(tmp_path / "root"), str(memory_root))
     torch.serialization.add_safe_globals([Scaled])
     with job.writer() as writer:
         for step in range(3):
@@ -236,18 +239,14 @@ def _roundtrips(job: Job, road: str) -> None:
             assert _is_same(blank["part"], part)
 
 
-@pytest.mark.parametrize("road", ["save", "dcp.save", "async", "async by dcp"])
-def test_a_wrapper_comes_back_part_by_part(memory_root: Any, tmp_path: Any, road: str) -> None:
-    forked_ranks(_roundtrips, 1, Job(str(tmp_path / "root"), str(memory_root)), road)
-
-
 def _nested(number: int) -> Scaled:
     """A wrapper of a wrapper, whose `detach` is the values in another precision."""
     nested: Scaled = Scaled(scaled(number), torch.tensor(2.0))
     return nested
 
 
-def _roundtrips_nested(job: Job) -> None:
+@on_ranks(1)
+def test_a_wrapper_of_a_wrapper_comes_back_part_by_part(job: Job) -> None:
     torch.serialization.add_safe_globals([Scaled])
     with job.writer() as writer:
         dcp_mem.save({"nested": _nested(1)}, checkpoint_id="step-1", storage_writer=writer)
@@ -258,10 +257,6 @@ def _roundtrips_nested(job: Job) -> None:
         dcp_mem.load({"nested": blank}, storage_reader=reader)
         assert _is_same(blank.numbers, scaled(1))
         assert torch.equal(blank.scale, torch.tensor(2.0))
-
-
-def test_a_wrapper_of_a_wrapper_comes_back_part_by_part(job: Job) -> None:
-    forked_ranks(_roundtrips_nested, 1, job)
 
 
 def _loads_into_others(job: Job) -> list[str]:

@@ -19,7 +19,7 @@ from tests.support.checkpoints.models import rows_of_five
 from tests.support.checkpoints.plans import logged, why_torch_plans
 from tests.support.checkpoints.roundtrip import Places, State, assert_same, blank_of
 from tests.support.processes import faults
-from tests.support.processes.forks import forked_ranks
+from tests.support.processes.forks import on_ranks
 from tests.support.processes.launch import TORCHRUN, ends, run_python
 
 SWITCH = {"DCP_MEM_TORCH_PLANS": "1", "DCP_MEM_TIMEOUT": "20"}
@@ -85,7 +85,8 @@ def test_torch_plans_all_saves_and_loads_of_ranks_under_torchrun(
     assert ends(run, r"rank . planned 3 3") == {"rank 0 planned 3 3", "rank 1 planned 3 3"}
 
 
-def _says_so_and_fails_together(places: Places) -> tuple[list[str], list[str]]:
+@on_ranks(2, env=SWITCH)
+def test_the_log_says_once_that_torch_plans_and_errors_reach_all_ranks(places: Places) -> None:
     """Return what the log says of saves and of loads."""
     rank, model = dist.get_rank(), torch.nn.Linear(3, 3)
     with logged() as lines, places.writer(persist=False) as writer:
@@ -109,12 +110,6 @@ def _says_so_and_fails_together(places: Places) -> tuple[list[str], list[str]]:
     with pytest.raises(ConfigError, match="DCP_MEM_TORCH_PLANS=1 forbids"):
         dcp_mem.serve(places.url)
     assert sum("overlap= has no effect" in line for line in lines) == 1
-    return why_torch_plans(lines), [line for line in lines if line.startswith("loads are")]
-
-
-def test_the_log_says_once_that_torch_plans_and_errors_reach_all_ranks(places: Places) -> None:
-    for saves, loads in forked_ranks(_says_so_and_fails_together, 2, places, env=SWITCH):
-        assert saves == ["DCP_MEM_TORCH_PLANS is set"]
-        assert loads == [
-            "loads are planned by torch, which takes longer: DCP_MEM_TORCH_PLANS is set"
-        ]
+    saves, loads = why_torch_plans(lines), [line for line in lines if line.startswith("loads are")]
+    assert saves == ["DCP_MEM_TORCH_PLANS is set"]
+    assert loads == ["loads are planned by torch, which takes longer: DCP_MEM_TORCH_PLANS is set"]

@@ -26,7 +26,7 @@ from tests.support.checkpoints.roundtrip import (
     blank_of,
     comes_back,
 )
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, on_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -254,7 +254,8 @@ def test_one_writer_serves_every_road(places: Places, ranks: int | None) -> None
         forked_ranks(_on_every_road_in_turn, ranks, places, timeout=150)
 
 
-def _with_another_group_than_its_own(places: Places) -> list[str]:
+@on_ranks(2)
+def test_a_group_that_is_not_the_one_of_the_call_is_an_error_on_every_rank(places: Places) -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][own_rank()]
     state = {"w": torch.arange(4.0)}
     with places.writer(process_group=alone) as writer:
@@ -266,9 +267,5 @@ def _with_another_group_than_its_own(places: Places) -> list[str]:
             partial(dcp.load, blank_of(state), checkpoint_id="b", storage_reader=reader)
         )
         comes_back(places, "b", state, roads=("memory",))
-    return [str(saving), str(loading)]
-
-
-def test_a_group_that_is_not_the_one_of_the_call_is_an_error_on_every_rank(places: Places) -> None:
-    for errors in forked_ranks(_with_another_group_than_its_own, 2, places):
-        assert all("same process_group" in error for error in errors), errors
+    errors = [str(saving), str(loading)]
+    assert all("same process_group" in error for error in errors), errors

@@ -3,6 +3,7 @@
 That of lost nodes is in `tests/nodes/test_storm.py`.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,20 +16,27 @@ from tests.storm.flushes import Flushes
 from tests.storm.kills import Kills
 from tests.storm.storm import Play, Storm, run
 from tests.storm.writers import Writers
+from tests.support.seeds import SEED
 from tests.support.storage.servers import S3Server
 
 
-def _run(storm: Storm, kind: str, rounds: int) -> None:
-    failures = run(storm, kind, seed=1, start=0, rounds=rounds)
+_LIVES = int(os.environ.get("DCP_MEM_SOAK", "6"))
+
+
+def _run(storm: Storm, kind: str, rounds: int, seed: int = 1) -> None:
+    failures = run(storm, kind, seed=seed, start=0, rounds=rounds)
     assert not failures, "\n".join(failure.reason for failure in failures)
 
 
-@pytest.mark.parametrize(
-    ("kind", "storm"),
-    [("damages", Damages), pytest.param("kills", Kills, marks=pytest.mark.variant)],
-)
-def test_a_storm_runs(kind: str, storm: type[Storm]) -> None:
-    _run(storm(Counter()), kind, 1)
+def test_a_storm_of_damages_runs() -> None:
+    _run(Damages(Counter()), "damages", 1)
+
+
+@pytest.mark.random
+@pytest.mark.timeout(600)
+def test_a_job_that_is_killed_life_after_life_never_loses_or_mixes_a_checkpoint() -> None:
+    """The moment at which a signal arrives doesn't follow from the seed."""
+    _run(Kills(Counter()), "kills", _LIVES, seed=SEED)
 
 
 @pytest.mark.variant

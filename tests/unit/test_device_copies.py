@@ -21,6 +21,7 @@ from dcp_mem.memory.copying import Columns, Move, moves_of
 from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.planning import plain_tensors
 from dcp_mem.planning.plain_tensors import HOST
+from dcp_mem.runtime.frozen import _total
 from dcp_mem.saving import overlap as overlap_module
 from dcp_mem.saving import stage
 from dcp_mem.saving.overlap import StagingCopies
@@ -587,3 +588,21 @@ def _loaded(places: Places, name: str, state: dict[str, Any]) -> dict[str, Any]:
     into = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
     dcp.load(into, checkpoint_id=name, storage_reader=places.reader("memory", name))
     return into
+
+
+# -- frozen tensors on devices ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 7, 64, 1001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool], ids=str)
+def test_a_flipped_bit_anywhere_changes_the_sum_by_which_a_frozen_tensor_is_known(
+    dtype: torch.dtype, count: int
+) -> None:
+    tensor = torch.ones(count + 1).to(dtype)[1:]  # it doesn't begin at a whole word
+    before, raw = _total(tensor), tensor.view(torch.uint8)
+    for place in {0, len(raw) // 2, len(raw) - 1}:
+        raw[place] ^= 1
+        assert _total(tensor) != before
+        raw[place] ^= 1
+    assert _total(tensor) == before
+    assert _total(torch.empty(0, 3)) == 0

@@ -575,44 +575,6 @@ def test_every_tensor_is_committed_once_and_with_its_values_in_place(places: Pla
             assert sorted(planner.committed) == sorted(state), road
 
 
-def test_a_part_of_a_checkpoint_loads_alone(places: Places) -> None:
-    state = _state(3)
-    with places.writer() as writer:
-        places.save(writer, state, "step-3")
-        comes_back(places, "step-3", {"b": state["b"], "nested": state["nested"]})
-
-
-def test_a_partial_load_leaves_what_the_checkpoint_lacks_as_it_was(places: Places) -> None:
-    state = {"a": torch.randn(4)}
-    with places.writer() as writer:
-        places.save(writer, state, "step-1")
-        for road in ROADS:
-            into = {"a": torch.zeros(4), "new": torch.full((3,), 7.0)}
-            places.load(
-                road, "step-1", into, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
-            )
-            assert_same({"a": state["a"], "new": torch.full((3,), 7.0)}, into, road)
-
-
-@pytest.mark.parametrize(
-    ("into", "message"),
-    [
-        ({"a": torch.zeros(4), "new": torch.zeros(3)}, "Missing key"),
-        ({"a": torch.zeros(5)}, "Size mismatch"),
-    ],
-    ids=["missing", "size"],
-)
-def test_a_state_that_does_not_match_is_an_error_as_torch_has_it(
-    places: Places, into: State, message: str
-) -> None:
-    with places.writer() as writer:
-        places.save(writer, {"a": torch.randn(4)}, "step-1")
-        for road in ROADS[:2]:
-            with pytest.raises(dcp.CheckpointException, match=message):
-                places.load(road, "step-1", dict(into))
-        comes_back(places, "step-1", {}, roads=ROADS[:2])
-
-
 class _ActingAtLoad(dcp.DefaultLoadPlanner):
     """A planner that acts in a load, after the checkpoint was chosen and before it is read."""
 
@@ -659,39 +621,6 @@ def test_saves_during_a_load_leave_what_is_being_loaded_alone(places: Places) ->
 
 
 @needs_caching
-@pytest.mark.parametrize("reused", [False, True], ids=["a planner each", "one planner"])
-def test_plan_caching_saves_each_time_the_values_of_the_time(places: Places, reused: bool) -> None:
-    planner = _caching_planner()
-    with places.writer() as writer:
-        for step in range(5):
-            state = _state(step)
-            places.save(
-                writer, state, f"step-{step}", planner=planner if reused else _caching_planner()
-            )
-            comes_back(places, f"step-{step}", state)
-
-
-@needs_caching
-def test_plan_caching_follows_plans_that_change(places: Places) -> None:
-    group = {"group": torch.randn(40), "more": torch.randn(3, 3)}
-    plans: list[State] = [
-        {"w": torch.randn(30), "step": 1},
-        {"w": torch.randn(30), "step": 2},
-        {"w": torch.randn(30), **group, "step": 3},  # grows
-        {"w": torch.randn(30), **group, "step": 4},
-        {"w": torch.randn(50_000), **group, "step": 5},  # another shape
-        {"w": torch.randn(30), "step": 6},  # shrinks
-        {"w": torch.randn(30), "step": 7},
-        {"w": torch.randn(30).double(), "step": "many more bytes than before" * 99},
-        {"w": torch.randn(30).double(), "step": 9},
-    ]
-    with places.writer() as writer:
-        for step, state in enumerate(plans):
-            places.save(writer, state, f"{step}", planner=_caching_planner())
-            comes_back(places, f"{step}", state)
-
-
-@needs_caching
 def test_plan_caching_with_two_models_in_turn_saves_each_ones_own(places: Places) -> None:
     with places.writer(keep_memory=3) as writer:
         for step in range(3):
@@ -702,16 +631,6 @@ def test_plan_caching_with_two_models_in_turn_saves_each_ones_own(places: Places
                     writer, state, f"{name.replace(' ', '-')}-{step}", planner=_caching_planner()
                 )
                 comes_back(places, f"{name.replace(' ', '-')}-{step}", state)
-
-
-@needs_caching
-def test_saves_with_and_without_plan_caching_follow_each_other(places: Places) -> None:
-    with places.writer() as writer:
-        for step in range(6):
-            state = _state(step)
-            planner = _caching_planner() if step % 3 != 1 else TorchPlanner()
-            places.save(writer, state, f"{step}", planner=planner)
-            comes_back(places, f"{step}", state)
 
 
 @needs_caching

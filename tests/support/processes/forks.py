@@ -6,6 +6,9 @@
 
     killed_ranks(save_and_die, 2, url)                  # what returned, and a RankDeath for others
 
+    @on_ranks(2)                                        # all of a test runs on each rank
+    def test_a_state_comes_back(places): ...
+
 A server process that has imported torch, and nothing else has happened in, forks one for each
 task: what a task leaves in memory, threads and connections is gone with it. Functions and
 arguments are pickled, so functions are defined at module level. Ranks that raise or die fail the
@@ -20,6 +23,8 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -34,6 +39,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
 import psutil
@@ -156,6 +162,48 @@ def forked_ranks(
     """What `target(*args)` returns on every rank of a fresh gloo group, by rank."""
     with forking(target, world_size, *args, env=env) as ranks:
         return ranks.join(timeout)
+
+
+def on_ranks(
+    world_size: int | str | None, *, timeout: float = 60.0, env: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a test run on every rank of a fresh gloo group; None: in a process without one.
+
+    The number of ranks may be the name of a parameter of the test. What the test is given has to be
+    pickled.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def start(**given: Any) -> None:
+            size = given[world_size] if isinstance(world_size, str) else world_size
+            where = (test.__module__, test.__qualname__)
+            if size is None:
+                forked(_play, *where, given, timeout=timeout, env=env)
+            else:
+                forked_ranks(_play, size, *where, given, timeout=timeout, env=env)
+
+        return start
+
+    return decorate
+
+
+in_process = on_ranks(None)
+"""Has a test run in a process of its own."""
+
+
+def _play(module: str, name: str, given: Mapping[str, Any]) -> None:
+    getattr(_imported(module), name).__wrapped__(**given)
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a module of tests whose asserts say what they have compared."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    if module not in sys.modules:
+        install_importhook(get_config()).mark_rewrite(module)
+    return importlib.import_module(module)
 
 
 def forkserver() -> ForkServerContext:
