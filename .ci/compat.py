@@ -41,6 +41,12 @@ INTEGRATIONS = {
     "huggingface": (("accelerate", "transformers"), "tests/integrations/test_huggingface.py"),
     "lightning": (("lightning",), "tests/integrations/test_lightning.py"),
     "megatron": (("megatron-core",), "tests/integrations/test_megatron.py"),
+    "mlflow": (("mlflow-skinny",), "tests/integrations/test_trackers.py -k mlflow"),
+    "nebula": (
+        ("deepspeed", "lightning"),
+        "tests/integrations/test_nebula.py tests/integrations/test_nebula_lightning.py "
+        "tests/integrations/test_nebula_jobs.py tests/integrations/test_nebula_samples.py",
+    ),
     "s3": (("s3fs",), "tests/storage/test_s3.py"),
     "torch_checkpointing": (
         ("torch_checkpointing",),
@@ -200,7 +206,7 @@ def integrations() -> None:
 
 
 def tests(name: str) -> None:
-    print(INTEGRATIONS[name][1])
+    print("\n".join(INTEGRATIONS[name][1].split()))
 
 
 def releases(name: str, which: str) -> None:

@@ -201,6 +201,7 @@ class Feed:
 
 def _story(history: History) -> Story:
     return Story(
+        job=history.job,
         page=render_page(history),
         files={
             HISTORIES: to_csv(history.checkpoints).decode(),

@@ -79,12 +79,15 @@ class Story:
     """All that is known of a job's checkpoints, earlier runs' too, as `dcp-mem report` tells it.
 
     Attributes:
+        job: Name of the job.
         page: The report as an HTML page.
         files: The histories by name: `checkpointHistories.csv` and `recoveries.jsonl`.
         checkpoints: A row for each checkpoint, oldest first, all with the same columns.
-        totals: Sums: saves, seconds blocked, bytes flushed and so on.
+        totals: Sums: saves, seconds blocked, bytes flushed, the effective training time ratio
+            (`goodput`) and so on.
     """
 
+    job: str
     page: str
     files: Mapping[str, str]
     checkpoints: Sequence[Mapping[str, str | float]]

@@ -26,9 +26,10 @@ from dcp_mem import CheckpointManager, ConfigError, every_n_saves
 from dcp_mem.integrations.trackers import Event, JsonLines, Story, Tracker
 from tests.support import REPOSITORY
 from tests.support.checkpoints.damage import flip
-from tests.support.checkpoints.jobs import make_state, wait_until
+from tests.support.checkpoints.jobs import Job, make_state, wait_until
 from tests.support.docs import LOOP
 from tests.support.processes.forks import forked_ranks
+from tests.support.shell import Shell
 from tests.support.storage.servers import free_port
 
 openmetrics = pytest.importorskip("prometheus_client.openmetrics.parser")
@@ -280,6 +281,10 @@ def test_openmetrics_is_what_prometheus_reads(memory_root: Path, url: Path, tmp_
     path = tmp_path / "dcp_mem.prom"
     notes = _run(memory_root, url, OpenMetrics(path))
     text = path.read_text()
+    shell = Shell(Job(str(url), str(memory_root)))
+    told = shell.json("report", "-o", str(tmp_path / "x.html"))["totals"]
+    assert told["lost_seconds"] > 0
+    assert 0 <= told["goodput"] < 1
     assert [entry.name for entry in tmp_path.glob("dcp_mem*")] == ["dcp_mem.prom"]
     for parse in (openmetrics.text_string_to_metric_families, text_string_to_metric_families):
         found = {
@@ -309,6 +314,8 @@ def test_openmetrics_is_what_prometheus_reads(memory_root: Path, url: Path, tmp_
         assert values["dcp_mem_last_flush_bytes_per_second", None] == pytest.approx(last.throughput)
         assert values["dcp_mem_last_flush_timestamp_seconds", None] == pytest.approx(last.time)
         assert values["dcp_mem_last_save_step", None] == 30  # the one of 40 failed
+        assert values["dcp_mem_goodput", None] == pytest.approx(told["goodput"])
+        assert values["dcp_mem_lost_seconds", None] == pytest.approx(told["lost_seconds"])
 
 
 def test_a_job_may_have_any_name_in_openmetrics(tmp_path: Path) -> None:
@@ -807,6 +814,11 @@ def _exported(path: Path) -> dict[str, set[str]]:
                 figures=dict.fromkeys(figures.get(kind, ()), 1.0),
             )
         )
+    tracker.publish(
+        Story(
+            job="job", page="", files={}, checkpoints=[], totals={"goodput": 1, "lost_seconds": 0}
+        )
+    )
     found: dict[str, set[str]] = {}
     for family in openmetrics.text_string_to_metric_families(path.read_text()):
         for sample in family.samples:

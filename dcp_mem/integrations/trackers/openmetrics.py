@@ -9,21 +9,26 @@ warn_if_untested("prometheus-client")
 import os
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from dcp_mem.manager.tracker import KINDS, Event
+from dcp_mem.manager.tracker import KINDS, Event, Story
 
+_TOTALS = {
+    "goodput": "effective training time ratio of the job, earlier runs included",
+    "lost_seconds": "seconds lost to saves, work done twice, pauses and loads; earlier runs' too",
+}
 _PLURALS = {"save": "saves", "flush": "flushes", "copies": "copies", "restore": "restores"}
 
 
 class OpenMetrics:
     """Replace a file, atomically, with the counters and last figures after each event.
 
+    Once a minute at most, and at the end, the job's effective training time ratio is renewed.
     Counters begin at 0 with each process, as Prometheus expects. Other users may read the file as
     far as the umask allows.
 
@@ -39,6 +44,16 @@ class OpenMetrics:
 
     def track(self, event: Event) -> None:
         self._metrics.add(event)
+        self._write()
+
+    def publish(self, story: Story) -> None:
+        self._metrics.totals[story.job] = story.totals
+        self._write()
+
+    def close(self) -> None:
+        return
+
+    def _write(self) -> None:
         temporary = f"{self._path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
             with open(temporary, "wb") as stream:
@@ -47,9 +62,6 @@ class OpenMetrics:
         finally:
             if os.path.exists(temporary):
                 os.unlink(temporary)
-
-    def close(self) -> None:
-        return
 
 
 class _Metrics(Collector):
@@ -60,6 +72,7 @@ class _Metrics(Collector):
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # By kind, job.
         self._nbytes: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._last: dict[tuple[str, str], Event] = {}
+        self.totals: dict[str, Mapping[str, float]] = {}  # By job, as its last story has them.
 
     def add(self, event: Event) -> None:
         self._counts[event.kind, event.job, event.outcome] += 1
@@ -72,6 +85,11 @@ class _Metrics(Collector):
         for kind in KINDS:
             yield from self._counters(kind)
             yield from self._gauges(kind)
+        for name, text in _TOTALS.items():
+            gauge = GaugeMetricFamily(f"dcp_mem_{name}", text, labels=["job"])
+            for job, totals in list(self.totals.items()):
+                gauge.add_metric([job], totals[name])
+            yield gauge
 
     def _counters(self, kind: str) -> Iterator[Metric]:
         many = CounterMetricFamily(
