@@ -26,7 +26,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import described
@@ -42,15 +41,16 @@ from dcp_mem.common.value_class import value_class
 from dcp_mem.config import exchange_timeout
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
-from dcp_mem.loading.fetch import Fetcher, fetch_all
-from dcp_mem.loading.pending import PendingItems
+from dcp_mem.loading.fetch import Fetcher, fetch_all, fetch_piece
+from dcp_mem.loading.pending import PendingItem, PendingItems
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.policy.sharing import LoadShare, Piece
 
 NEAR_CHUNK = 4 << 20
 """Bytes that are given at a time: enough to be worth it, and few enough for the cache."""
 _HEADER = struct.Struct("<IQI")
-Scratch = npt.NDArray[np.uint8]
+Settle = Callable[[], list[PendingItem]]
+"""Has bytes go where they belong; returns the items that are complete then."""
 Broken = tuple[int, str]
 """The rank to which a connection broke, and why."""
 _AT_ONCE = 8
@@ -210,25 +210,31 @@ class PeerTransfer:
         ]
         at_once = max(1, _AT_ONCE // len(self._agreed.doors))
         for read in in_parallel(self._read_one, pieces, at_once=at_once):
-            for rank in read.piece.to:
+            for rank in read.piece.to if read is not None else ():
                 if rank in self._far:
                     self._put(self._waiting[rank], read)
         with _as_own_error():
             fetch_all(self._fetcher, self._pending, self._agreed.share.alone)
 
-    def _read_one(self, piece: Piece) -> _ReadPiece:
+    def _read_one(self, piece: Piece) -> _ReadPiece | None:
+        """Read a piece, and give it to neighbours; return it where ranks of other nodes get it."""
         self._raise_if_stopped()
-        scratch = np.empty(piece.stop - piece.start, np.uint8)
+        file, (start, stop), *_ = piece
+        if self._far.keys().isdisjoint(piece.to):
+            give = partial(self._give, piece)
+            self._settle(
+                lambda: fetch_piece(
+                    self._fetcher, self._pending, file, piece.extent, [piece.extent], give
+                )
+            )
+            return None
+        data = np.empty(stop - start, np.uint8)  # a planner may change a tensor before it is sent
         with _as_own_error():
-            self._fetcher.fetch(piece.file, piece.start, [scratch.data])
-        self._give(piece, piece.start, scratch.data)
-        with _as_own_error():
-            self._pending.take(piece.file, piece.start, piece.stop, scratch.ctypes.data)
-            faults.point("load.batch")
-        is_sent = any(rank in self._far for rank in piece.to)
-        cuts = self._cut(piece) if is_sent else ()
+            self._fetcher.fetch(file, start, [data.data])
+        self._give(piece, start, data.data)
+        self._settle(lambda: self._pending.take(file, start, stop, data))
         return _ReadPiece(
-            piece, scratch.data, [checksum(scratch.data[slice(*one)]) for one in cuts]
+            piece, data.data, [checksum(data.data[slice(*cut)]) for cut in self._cut(piece)]
         )
 
     def _put(self, line: deque[_ReadPiece], read: _ReadPiece) -> None:
@@ -293,32 +299,24 @@ class PeerTransfer:
                     yield OutgoingChunk(read.data[low:high], partial(int, crc))
 
     def _incoming(self, pieces: Sequence[Piece]) -> Iterator[IncomingChunk]:
-        """Yield where chunks go: into the tensor that takes them all, else into scratch memory."""
-        free: list[Scratch] = []
+        """Yield where chunks go: into the tensor that takes them all, else into a buffer."""
         for piece in pieces:
             for low, high in self._cut(piece):
                 start, stop = piece.start + low, piece.start + high
-                data = None if piece.to else self._pending.place_for(piece.file, start, stop)
-                if data is not None:
-                    accept = partial(self._mark_received, piece.file, start, stop)
-                else:
-                    scratch = free.pop() if free else np.empty(CHUNK, np.uint8)
-                    data = scratch.data[: stop - start]
-                    accept = partial(self._accept, piece, start, data, scratch, free)
+                data, settle = self._pending.room_for(piece.file, start, stop)
+                accept = partial(self._accept, piece, start, data, settle)
                 yield IncomingChunk(data, partial(checksum, data), accept)
-                faults.point("load.batch")
 
-    def _mark_received(self, file: str, start: int, stop: int) -> None:
-        with _as_own_error():
-            self._pending.mark_received(file, start, stop)
-
-    def _accept(
-        self, piece: Piece, start: int, data: memoryview, scratch: Scratch, free: list[Scratch]
-    ) -> None:
+    def _accept(self, piece: Piece, start: int, data: memoryview, settle: Settle) -> None:
         self._give(piece, start, data)
+        self._settle(settle)
+
+    def _settle(self, settle: Settle) -> None:
+        """Have bytes go where they belong, and deliver the items that are complete then."""
         with _as_own_error():
-            self._pending.take(piece.file, start, start + len(data), scratch.ctypes.data)
-        free.append(scratch)
+            for item in settle():
+                item.deliver()
+            faults.point("load.batch")
 
     # -- on the node -------------------------------------------------------------------------------
 
@@ -369,7 +367,7 @@ class PeerTransfer:
         seconds, header = exchange_timeout(), bytearray(_HEADER.size)
         deadline, look = time.monotonic() + seconds, self._group.ranks.look
         link = Link(dialled(*door, deadline, look, self._rank), seconds)
-        left, scratch = sum(piece.stop - piece.start for piece in pieces), bytearray()
+        left = sum(piece.stop - piece.start for piece in pieces)
         with closing(link):
             while left:
                 self._raise_if_stopped()
@@ -379,18 +377,9 @@ class PeerTransfer:
                 low, high = start + offset, start + offset + nbytes
                 if not start <= low < high <= stop:
                     raise PeerLost(origin, "it speaks otherwise")
-                data = self._pending.place_for(file, low, high)
-                is_direct = data is not None
-                if data is None:
-                    scratch = scratch if len(scratch) >= nbytes else bytearray(nbytes)
-                    data = memoryview(scratch)[:nbytes]
+                data, settle = self._pending.room_for(file, low, high)
                 link.receive(data).wait()
-                with _as_own_error():
-                    if is_direct:
-                        self._pending.mark_received(file, low, high)
-                    else:
-                        address = np.frombuffer(data, np.uint8).ctypes.data
-                        self._pending.take(file, low, high, address)
+                self._settle(settle)
                 left -= nbytes
 
 
@@ -418,5 +407,7 @@ class _OwnError(Exception):
 def _as_own_error() -> Iterator[None]:
     try:
         yield
+    except (PeerLost, _LoadFailed):
+        raise
     except Exception as error:
         raise _OwnError(error) from error
