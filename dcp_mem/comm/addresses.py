@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import struct
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -41,6 +42,26 @@ def listening_socket() -> socket.socket:
     raise RuntimeError(
         f"{_VARIABLE}={names!r}: no such interface has an address; there are {known}"
     )
+
+
+def listening_on_node() -> socket.socket:
+    """Return a socket for processes in this network namespace; it has no file that could be left.
+
+    Raises OSError.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0dcp_mem-{uuid.uuid4().hex}")
+        listener.listen(socket.SOMAXCONN)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def network_namespace() -> int:
+    """Return the number of what a node's sockets are in: containers may share tmpfs alone."""
+    return os.stat("/proc/self/ns/net").st_ino
 
 
 def rdma_devices(root: str = _INFINIBAND) -> tuple[str, ...]:

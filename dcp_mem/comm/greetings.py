@@ -60,8 +60,8 @@ class Unreachable(NotCome):
 class Door:
     """A listening socket for ranks of the job; a connection that fails the greeting is closed.
 
-    `address`: host and port; whoever connects must know it by these. `token`: what they must know
-    besides.
+    `address`: host and port, or the name of a socket of this node, and 0; whoever connects must
+    know it by these. `token`: what they must know besides.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -69,8 +69,9 @@ class Door:
         listener.setblocking(False)
         self._listener = listener
         self._greetings: dict[socket.socket, bytearray] = {}
-        host, port = listener.getsockname()[:2]
-        self.address: Address = (host, port)
+        name = listener.getsockname()
+        # The abstract name of a Unix socket, which begins with a zero, comes as bytes.
+        self.address: Address = (name.decode(), 0) if isinstance(name, bytes) else name[:2]
         self.token = secrets.token_bytes(_TOKEN_NBYTES)
 
     def welcome(self, seconds: float) -> tuple[int, socket.socket] | None:
@@ -120,7 +121,9 @@ class Door:
             if len(hello) < _HELLO_NBYTES:
                 raise ConnectionError
             head = bytes(hello[:_HEAD_NBYTES])
-            key = self.token + _secret_with(connection.getpeername()[0])
+            is_near = connection.family == socket.AF_UNIX
+            host = self.address[0] if is_near else connection.getpeername()[0]
+            key = self.token + _secret_with(host)
             if hmac.compare_digest(hello[_HEAD_NBYTES:], _proof(key, _DIALS, self.address, head)):
                 connection.sendall(_proof(key, _LISTENS, self.address, head))
                 return int.from_bytes(head[:_NUMBER_NBYTES], "little"), connection
@@ -167,9 +170,9 @@ def dialled(
 
     `deadline`, `look`: as of `accepted`. Raises NotCome, Unreachable, RuntimeError.
     """
-    where = f"{address[0]}, port {address[1]}"
+    where = f"{address[0]}, port {address[1]}" if address[1] else address[0][1:]
     try:
-        connection = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
+        connection = _connected(address, max(deadline - time.monotonic(), 0.001))
     except OSError as error:
         if is_out_of_files(error):
             raise RuntimeError(f"no connection can be made: {error}") from None
@@ -182,6 +185,19 @@ def dialled(
             raise Unreachable(f"its connection has closed at {where}: {error}") from None
         raise
     return _tuned(connection)
+
+
+def _connected(address: Address, seconds: float) -> socket.socket:
+    if address[1]:
+        return socket.create_connection(address, seconds)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(address[0])
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _greet(
@@ -218,6 +234,8 @@ def _greet(
 def _tuned(connection: socket.socket) -> socket.socket:
     """Have a connection not block, send small messages at once, and notice a lost machine."""
     connection.setblocking(False)
+    if connection.family == socket.AF_UNIX:
+        return connection
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
@@ -302,6 +320,8 @@ def _where() -> str:
 
 def _is_here(host: str) -> bool:
     """Return whether an address is one of this machine, or of its network namespace."""
+    if host.startswith("\0"):
+        return True
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Some machines bind any address: nothing is known of theirs.
     return _binds(family, host) and not _binds(family, _NOBODYS[family])

@@ -15,7 +15,6 @@ from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
 from dcp_mem.loading.pending import PendingItem, PendingItems, TableIndex, table_index
 from dcp_mem.loading.sources.base import Source
-from dcp_mem.memory.copying import copy_here
 from dcp_mem.policy.pieces import Extent, cut, merged
 
 
@@ -111,7 +110,7 @@ def fetch_all(
         wanted = merged(of_file, 1)
         cuts = [piece for extent in merged(wanted) for piece in cut(extent, fetcher.edges(file))]
         pieces += [(file, piece, _inside(wanted, piece)) for piece in cuts]
-    for complete in in_parallel(lambda piece: _fetch_piece(fetcher, pending, *piece), pieces):
+    for complete in in_parallel(lambda piece: fetch_piece(fetcher, pending, *piece), pieces):
         for item in complete:
             item.deliver()
 
@@ -124,26 +123,36 @@ def _inside(extents: Sequence[Extent], piece: Extent) -> list[Extent]:
     return [(max(low, start), min(high, stop)) for low, high in extents[first:last]]
 
 
-def _fetch_piece(
-    fetcher: Fetcher, pending: PendingItems, file: str, piece: Extent, wanted: Sequence[Extent]
+def fetch_piece(
+    fetcher: Fetcher,
+    pending: PendingItems,
+    file: str,
+    piece: Extent,
+    wanted: Sequence[Extent],
+    pass_on: Callable[[int, memoryview], None] = lambda start, data: None,
 ) -> list[PendingItem]:
     """Fetch a piece, copy what is wanted of it to its items, and return the complete items.
 
     A piece that one item alone takes goes straight into its tensor.
+
+    `pass_on`: called with the piece's bytes, part by part, before items are given to the planner.
     """
     start, stop = piece
-    taken = [(item, *of) for of in wanted for item in pending.within(file, *of)]
     place = pending.only_place(file, start, stop) if list(wanted) == [piece] else None
     if place is not None:
-        fetcher.fetch(file, start, place.buffers(start, stop))
-    else:
-        buffer = np.empty(stop - start, np.uint8)
-        fetcher.fetch(file, start, [buffer.data])
-        pending.take_payloads(file, start, stop, buffer.ctypes.data)
-        address = buffer.ctypes.data - start
-        moves = [item.moves(low, high, address + low) for item, low, high in taken]
-        copy_here([move for of_item in moves for move in of_item])
-    return [item for item, low, high in taken if item.note(low, high)]
+        buffers = place.buffers(start, stop)
+        fetcher.fetch(file, start, buffers)
+        for data in buffers:
+            pass_on(start, data)
+            start += len(data)
+        return pending.received(file, *piece)
+    buffer = np.empty(stop - start, np.uint8)
+    fetcher.fetch(file, start, [buffer.data])
+    pass_on(start, buffer.data)
+    complete = list[PendingItem]()
+    for low, high in wanted:
+        complete += pending.take(file, low, high, buffer[low - start : high - start])
+    return complete
 
 
 def _crc(buffers: Sequence[memoryview], offsets: Sequence[int], low: int, high: int) -> int:

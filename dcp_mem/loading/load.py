@@ -22,9 +22,9 @@ from dcp_mem.loading.find import open_next, open_without
 from dcp_mem.loading.finish import RecoveryReport, record_load, report_of, restore_redundancy
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
 from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.loading.peers import LoadGroup
 from dcp_mem.loading.plan import plan_again, planned_names, plans_alone, reads_of
 from dcp_mem.loading.read import Reading, read_items
-from dcp_mem.loading.shared_fetch import LoadGroup
 from dcp_mem.loading.sources.base import SOURCE_ERRORS
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.planning.entries import first_of

@@ -1,59 +1,58 @@
 """One rank's part in a load of several: it reads, receives and gives pieces of segments.
 
 Each pair of ranks on two nodes has a channel for the length of a load (`comm.transfer`), each pair
-on one node a socket made for the load, and each direction a thread. What several ranks of a node
+on one node a link made for the load, and each direction a thread. What several ranks of a node
 need, one of them reads, or receives, and gives to the others at once. These wait for nothing else:
 so no ranks wait for each other in a circle, and a rank keeps a few chunks at a time.
 
-What a neighbour gives, over Unix sockets:
+What a neighbour gives, once the taker has dialled and greeted it:
 
-    taker -> giver   who it is: the load's token, and its rank
-    giver -> taker   per chunk: the number of the piece, where in it, how many bytes, and the bytes
+    giver -> taker   per chunk: the number of the piece, and where in it; then the bytes
 
 Both know the pieces between them in the same order; chunks come in any order. Who dies, or stops,
-closes its sockets: the others learn of it at once. Only processes of the same user are heard.
+closes its links: the others learn of it at once.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import struct
 import threading
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import field
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import described
 from dcp_mem.comm.collectives import Channel
+from dcp_mem.comm.greetings import Address, Door, accepted, dialled
+from dcp_mem.comm.link import Link
 from dcp_mem.comm.peers import PeerLost
-from dcp_mem.comm.timed_store import LOOK_SECONDS
+from dcp_mem.comm.timed_store import NotCome
 from dcp_mem.comm.transfer import CHUNK, IncomingChunk, OutgoingChunk, receive, send
 from dcp_mem.common import faults
-from dcp_mem.common.parallel import in_parallel
+from dcp_mem.common.parallel import daemon, in_parallel
 from dcp_mem.common.value_class import value_class
 from dcp_mem.config import exchange_timeout
-from dcp_mem.errors import RankFailed
+from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
-from dcp_mem.loading.fetch import Fetcher, fetch_all
-from dcp_mem.loading.pending import PendingItems
+from dcp_mem.loading.fetch import Fetcher, fetch_all, fetch_piece
+from dcp_mem.loading.pending import PendingItem, PendingItems
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.policy.sharing import LoadShare, Piece
 
 NEAR_CHUNK = 4 << 20
 """Bytes that are given at a time: enough to be worth it, and few enough for the cache."""
 _HEADER = struct.Struct("<IQI")
-_RANK = struct.Struct("<I")
-_GREETING_SECONDS = 5.0
-Scratch = npt.NDArray[np.uint8]
+Settle = Callable[[], list[PendingItem]]
+"""Has bytes go where they belong; returns the items that are complete then."""
+Broken = tuple[int, str]
+"""The rank to which a connection broke, and why."""
 _AT_ONCE = 8
 """Pieces that the ranks of a node read at once for each other."""
 _KEPT = 2
@@ -63,16 +62,37 @@ _MOST_SCRATCH, _LEAST_CHUNK = 64 << 20, 1 << 20
 
 
 @value_class(kw_only=True)
-class LoadPeers:
-    """The ranks that a rank loads with, and what a load has anew."""
+class LoadGroup:
+    """The ranks that load a checkpoint together."""
 
     ranks: Ranks
-    doors: Mapping[int, str]  # of the ranks of this node
+    memory_root: str
+    across_nodes: bool = False  # whether nodes send each other what they have fetched from storage
+    is_held: bool = False  # whether some node has each segment in memory; the same on all ranks
+    # what this rank's node has of the checkpoint, for itself and others
+    memory: MemorySource | None = None
+    # for each segment, the ranks whose nodes have it in memory
+    holders: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    # what moves bytes that one rank alone needs of another node
+    transport: str = "tcp"
+
+    def holding(self, file: str) -> Sequence[int]:
+        """Return the ranks whose nodes have the segment in memory."""
+        return self.holders.get(names.rank_of(file), ())
+
+
+DoorKey = tuple[Address, bytes]
+"""A door's address and token."""
+
+
+@value_class(kw_only=True)
+class Agreed:
+    """What the ranks have agreed on for one rank's load."""
+
+    share: LoadShare
+    doors: Mapping[int, DoorKey | None]  # of the ranks of this node; this one's may be None
     nodes: int  # how many there are
-    token: str
-    transport: str  # what moves bytes between nodes
-    memory: MemorySource | None  # what this rank's node has of the checkpoint
-    is_held: Callable[[str], bool]  # whether some node has a segment in memory
+    token: str  # of this load alone, the same on all ranks
 
 
 class PeerTransfer:
@@ -83,64 +103,59 @@ class PeerTransfer:
 
     def __init__(
         self,
-        peers: LoadPeers,
+        group: LoadGroup,
+        agreed: Agreed,
         door: Door | None,
-        share: LoadShare,
         fetcher: Fetcher,
         pending: PendingItems,
     ) -> None:
-        self._peers, self._door, self._share = peers, door, share
+        self._group, self._agreed, self._door = group, agreed, door
         self._fetcher, self._pending = fetcher, pending
-        self._rank = peers.ranks.rank
+        self._rank, near = group.ranks.rank, agreed.doors
         to, self._origins = dict[int, list[Piece]](), dict[int, list[Piece]]()
-        for piece in share.pieces:
+        for piece in agreed.share.pieces:
             for rank in piece.to:
                 to.setdefault(rank, []).append(piece)
             if piece.origin is not None:
                 self._origins.setdefault(piece.origin, []).append(piece)
-        self._far = {rank: pieces for rank, pieces in to.items() if rank not in peers.doors}
+        self._far = {rank: pieces for rank, pieces in to.items() if rank not in near}
         # By neighbour: the number of each piece, of those that it gets from this rank.
         self._numbers = {
             rank: {piece[:2]: number for number, piece in enumerate(pieces)}
             for rank, pieces in to.items()
-            if rank in peers.doors
+            if rank in near
         }
         # What was read and waits to be sent, by the rank of another node that gets it.
         self._waiting = {rank: deque[_ReadPiece]() for rank in self._far}
         self._channels: list[Channel] = []
+        self._takers: dict[int, Link] = {}
         self._changed, self._has_stopped = threading.Condition(), False
         self._own_error: Exception | None = None
-        self._broken: list[tuple[int, str]] = []
+        self._broken: list[Broken] = []
 
-    def run(self) -> None:
-        """Do this rank's share; return when all of it has ended."""
+    def run(self) -> list[Broken]:
+        """Do this rank's share; return when all of it has ended.
+
+        Returns connections that broke: where no rank has failed, that is what went wrong. Raises
+        what went wrong on this rank.
+        """
         acts: list[tuple[int, Callable[[], None]]] = [
             (rank, partial(self._send, rank, pieces)) for rank, pieces in self._far.items()
         ]
-        acts += [
-            (
-                rank,
-                partial(self._take if rank in self._peers.doors else self._receive, rank, pieces),
-            )
-            for rank, pieces in self._origins.items()
-        ]
+        for rank, pieces in self._origins.items():
+            get = self._take if rank in self._agreed.doors else self._receive
+            acts.append((rank, partial(get, rank, pieces)))
         if self._numbers:
             acts.append((self._rank, self._welcome))
         threads = list[threading.Thread]()
         try:
-            for number, (peer, act) in enumerate(acts):
-                thread = threading.Thread(
-                    target=self._guarded, args=(peer, act), name="dcp_mem-pass", daemon=True
-                )
-                try:
-                    thread.start()
-                except Exception as error:
-                    self._stop(own=error)
-                    for left in acts[number:]:  # their peers learn of it as connections close
-                        self._guarded(*left)
-                    return
-                threads.append(thread)
+            for peer, act in acts:
+                threads.append(daemon(partial(self._guarded, peer, act), "dcp_mem-pass"))
             self._guarded(self._rank, self._read)
+        except Exception as error:  # a thread can't be started
+            self._stop(own=error)
+            for left in acts[len(threads) :]:  # their peers learn of it as connections close
+                self._guarded(*left)
         except BaseException:
             self._stop()
             raise
@@ -149,21 +164,11 @@ class PeerTransfer:
                 thread.join()
             if self._door is not None:
                 self._door.close()
-            for channel in self._channels:
-                channel.close()
-
-    def raise_own(self) -> None:
-        """Raise what went wrong on this rank."""
+            for one in (*self._takers.values(), *self._channels):
+                one.close()
         if self._own_error is not None:
             raise self._own_error
-
-    def raise_broken(self) -> None:
-        """Raise for connections that broke, though no rank has failed.
-
-        Raises RankFailed.
-        """
-        if self._broken:
-            raise RankFailed("sharing what several ranks load", self._broken)
+        return self._broken
 
     # -- how it ends -------------------------------------------------------------------------------
 
@@ -175,9 +180,10 @@ class PeerTransfer:
         except PeerLost as error:
             self._stop(broken=(error.rank, error.text))
         except Exception as error:
-            self._stop(broken=(peer, described(error).split("\n")[0]))
+            text = str(error) if isinstance(error, RuntimeError) else described(error)
+            self._stop(broken=(peer, text.split("\n")[0]))
 
-    def _stop(self, *, own: Exception | None = None, broken: tuple[int, str] | None = None) -> None:
+    def _stop(self, *, own: Exception | None = None, broken: Broken | None = None) -> None:
         """End all that goes on, for the first thing that goes wrong: the rest follows from it."""
         with self._changed:
             if self._has_stopped:
@@ -185,8 +191,9 @@ class PeerTransfer:
             self._has_stopped, self._own_error = True, own
             self._broken += [broken] if broken is not None else []
             self._changed.notify_all()
-        if self._door is not None:
-            self._door.close()
+            takers = list(self._takers.values())
+        for link in takers:
+            link.close()
 
     def _raise_if_stopped(self) -> None:
         if self._has_stopped:
@@ -198,30 +205,36 @@ class PeerTransfer:
         """Read from storage, first what others wait for; hand that on."""
         pieces = [
             piece
-            for piece in self._share.pieces
-            if piece.origin is None and not self._peers.is_held(piece.file)
+            for piece in self._agreed.share.pieces
+            if piece.origin is None and not self._group.holding(piece.file)
         ]
-        at_once = max(1, _AT_ONCE // len(self._peers.doors))
+        at_once = max(1, _AT_ONCE // len(self._agreed.doors))
         for read in in_parallel(self._read_one, pieces, at_once=at_once):
-            for rank in read.piece.to:
+            for rank in read.piece.to if read is not None else ():
                 if rank in self._far:
                     self._put(self._waiting[rank], read)
         with _as_own_error():
-            fetch_all(self._fetcher, self._pending, self._share.alone)
+            fetch_all(self._fetcher, self._pending, self._agreed.share.alone)
 
-    def _read_one(self, piece: Piece) -> _ReadPiece:
+    def _read_one(self, piece: Piece) -> _ReadPiece | None:
+        """Read a piece, and give it to neighbours; return it where ranks of other nodes get it."""
         self._raise_if_stopped()
-        scratch = np.empty(piece.stop - piece.start, np.uint8)
+        file, (start, stop), *_ = piece
+        if self._far.keys().isdisjoint(piece.to):
+            give = partial(self._give, piece)
+            self._settle(
+                lambda: fetch_piece(
+                    self._fetcher, self._pending, file, piece.extent, [piece.extent], give
+                )
+            )
+            return None
+        data = np.empty(stop - start, np.uint8)  # a planner may change a tensor before it is sent
         with _as_own_error():
-            self._fetcher.fetch(piece.file, piece.start, [scratch.data])
-        self._give(piece, piece.start, scratch.data)
-        with _as_own_error():
-            self._pending.take(piece.file, piece.start, piece.stop, scratch.ctypes.data)
-            faults.point("load.batch")
-        is_sent = any(rank in self._far for rank in piece.to)
-        cuts = self._cut(piece) if is_sent else ()
+            self._fetcher.fetch(file, start, [data.data])
+        self._give(piece, start, data.data)
+        self._settle(lambda: self._pending.take(file, start, stop, data))
         return _ReadPiece(
-            piece, scratch.data, [checksum(scratch.data[slice(*one)]) for one in cuts]
+            piece, data.data, [checksum(data.data[slice(*cut)]) for cut in self._cut(piece)]
         )
 
     def _put(self, line: deque[_ReadPiece], read: _ReadPiece) -> None:
@@ -241,8 +254,8 @@ class PeerTransfer:
     def _cut(self, piece: Piece) -> list[tuple[int, int]]:
         """Return a piece's chunks, counted from its start: the same on both ranks."""
         nbytes, whole = CHUNK, piece.stop - piece.start
-        if not self._peers.is_held(piece.file):  # then as many nodes may send as there are
-            nbytes = min(CHUNK, max(_MOST_SCRATCH // self._peers.nodes, _LEAST_CHUNK))
+        if not self._group.holding(piece.file):  # then as many nodes may send as there are
+            nbytes = min(CHUNK, max(_MOST_SCRATCH // self._agreed.nodes, _LEAST_CHUNK))
         return [(low, min(low + nbytes, whole)) for low in range(0, whole, nbytes)]
 
     # -- between nodes -----------------------------------------------------------------------------
@@ -261,8 +274,8 @@ class PeerTransfer:
 
     def _on_channel(self, sender: int, receiver: int, act: Callable[[Channel], object]) -> None:
         """Use the channel to a peer; close it if that fails, so that the peer doesn't wait."""
-        peers = self._peers
-        channel = peers.ranks.channel(sender, receiver, peers.token, peers.transport)
+        token, transport = self._agreed.token, self._group.transport
+        channel = self._group.ranks.channel(sender, receiver, token, transport)
         try:
             act(channel)
         except BaseException:
@@ -271,9 +284,9 @@ class PeerTransfer:
         self._channels.append(channel)
 
     def _outgoing(self, receiver: int, pieces: Sequence[Piece]) -> Iterator[OutgoingChunk]:
-        memory = self._peers.memory
+        memory = self._group.memory
         for piece in pieces:
-            if self._peers.is_held(piece.file):
+            if self._group.holding(piece.file):
                 for low, high in self._cut(piece):
                     with _as_own_error():
                         assert memory is not None
@@ -286,73 +299,87 @@ class PeerTransfer:
                     yield OutgoingChunk(read.data[low:high], partial(int, crc))
 
     def _incoming(self, pieces: Sequence[Piece]) -> Iterator[IncomingChunk]:
-        """Yield where chunks go: into the tensor that takes them all, else into scratch memory."""
-        free: list[Scratch] = []
+        """Yield where chunks go: into the tensor that takes them all, else into a buffer."""
         for piece in pieces:
             for low, high in self._cut(piece):
                 start, stop = piece.start + low, piece.start + high
-                data = None if piece.to else self._pending.place_for(piece.file, start, stop)
-                if data is not None:
-                    accept = partial(self._mark_received, piece.file, start, stop)
-                else:
-                    scratch = free.pop() if free else np.empty(CHUNK, np.uint8)
-                    data = scratch.data[: stop - start]
-                    accept = partial(self._accept, piece, start, data, scratch, free)
+                data, settle = self._pending.room_for(piece.file, start, stop)
+                accept = partial(self._accept, piece, start, data, settle)
                 yield IncomingChunk(data, partial(checksum, data), accept)
-                faults.point("load.batch")
 
-    def _mark_received(self, file: str, start: int, stop: int) -> None:
-        with _as_own_error():
-            self._pending.mark_received(file, start, stop)
-
-    def _accept(
-        self, piece: Piece, start: int, data: memoryview, scratch: Scratch, free: list[Scratch]
-    ) -> None:
+    def _accept(self, piece: Piece, start: int, data: memoryview, settle: Settle) -> None:
         self._give(piece, start, data)
+        self._settle(settle)
+
+    def _settle(self, settle: Settle) -> None:
+        """Have bytes go where they belong, and deliver the items that are complete then."""
         with _as_own_error():
-            self._pending.take(piece.file, start, start + len(data), scratch.ctypes.data)
-        free.append(scratch)
+            for item in settle():
+                item.deliver()
+            faults.point("load.batch")
 
     # -- on the node -------------------------------------------------------------------------------
 
     def _welcome(self) -> None:
+        """Accept the neighbours that take from this rank."""
         assert self._door is not None
-        token, neighbours = self._peers.token.encode(), self._numbers.keys()
-        self._door.welcome(token, neighbours, exchange_timeout(), self._peers.ranks.look)
+        awaited, deadline = set(self._numbers), time.monotonic() + exchange_timeout()
+        while awaited:
+            try:
+                rank, connection = accepted(self._door, deadline, self._look)
+            except NotCome:
+                raise PeerLost(min(awaited), "it doesn't come for what it needs") from None
+            link = Link(connection, exchange_timeout())
+            if rank in awaited:
+                awaited.remove(rank)
+                with self._changed:
+                    self._takers[rank] = link
+                    self._changed.notify_all()
+
+    def _look(self) -> None:
+        self._raise_if_stopped()
+        self._group.ranks.look()
 
     def _give(self, piece: Piece, start: int, data: memoryview) -> None:
         """Give neighbours what this rank has got of a piece."""
         for rank in piece.to:
-            if rank in self._numbers:
-                assert self._door is not None
-                number = self._numbers[rank][piece[:2]]
-                self._door.give(rank, number, start - piece.start, data)
+            if rank not in self._numbers:
+                continue
+            number = self._numbers[rank][piece[:2]]
+            with self._changed:
+                self._changed.wait_for(lambda of=rank: self._has_stopped or of in self._takers)
+                self._raise_if_stopped()
+            for low in range(0, len(data), NEAR_CHUNK):
+                some = data[low : low + NEAR_CHUNK]
+                header = bytearray(_HEADER.pack(number, start + low - piece.start, len(some)))
+                try:
+                    with self._changed:  # several threads give
+                        self._takers[rank].send(header)
+                        sent = self._takers[rank].send(some)
+                    sent.wait()
+                except RuntimeError as error:
+                    raise PeerLost(rank, str(error)) from None
 
     def _take(self, origin: int, pieces: Sequence[Piece]) -> None:
         """Take what a neighbour gives."""
-        token = self._peers.token.encode()
-        giver = Giver(origin, self._peers.doors[origin], token, self._rank, exchange_timeout())
-        left, scratch = sum(piece.stop - piece.start for piece in pieces), bytearray()
-        with closing(giver):
+        door = self._agreed.doors[origin]
+        assert door is not None
+        seconds, header = exchange_timeout(), bytearray(_HEADER.size)
+        deadline, look = time.monotonic() + seconds, self._group.ranks.look
+        link = Link(dialled(*door, deadline, look, self._rank), seconds)
+        left = sum(piece.stop - piece.start for piece in pieces)
+        with closing(link):
             while left:
                 self._raise_if_stopped()
-                number, offset, nbytes = giver.header()
+                link.receive(header).wait()
+                number, offset, nbytes = _HEADER.unpack(header)
                 file, (start, stop), *_ = pieces[number]
                 low, high = start + offset, start + offset + nbytes
                 if not start <= low < high <= stop:
                     raise PeerLost(origin, "it speaks otherwise")
-                data = self._pending.place_for(file, low, high)
-                is_direct = data is not None
-                if data is None:
-                    scratch = scratch if len(scratch) >= nbytes else bytearray(nbytes)
-                    data = memoryview(scratch)[:nbytes]
-                giver.receive(data)
-                with _as_own_error():
-                    if is_direct:
-                        self._pending.mark_received(file, low, high)
-                    else:
-                        address = np.frombuffer(data, np.uint8).ctypes.data
-                        self._pending.take(file, low, high, address)
+                data, settle = self._pending.room_for(file, low, high)
+                link.receive(data).wait()
+                self._settle(settle)
                 left -= nbytes
 
 
@@ -380,176 +407,7 @@ class _OwnError(Exception):
 def _as_own_error() -> Iterator[None]:
     try:
         yield
+    except (PeerLost, _LoadFailed):
+        raise
     except Exception as error:
         raise _OwnError(error) from error
-
-
-# -- neighbours ------------------------------------------------------------------------------------
-
-
-def network_namespace() -> int:
-    """Return the number of what a node's sockets are in: containers may share tmpfs alone."""
-    return os.stat("/proc/self/ns/net").st_ino
-
-
-class Door:
-    """Where other ranks of the node connect to this one, to take what it gives them."""
-
-    def __init__(self) -> None:
-        # Without a file: nothing is left after a kill.
-        self.name = f"dcp_mem-{uuid.uuid4().hex}"
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            self._socket.bind(f"\0{self.name}")
-            self._socket.listen(socket.SOMAXCONN)
-        except BaseException:
-            self._socket.close()
-            raise
-        self._takers: dict[int, _Taker] = {}
-        self._changed = threading.Condition()
-        self._is_closed = False
-
-    def welcome(
-        self, token: bytes, ranks: Collection[int], seconds: float, look: Callable[[], None]
-    ) -> None:
-        """Accept connections until all of these ranks have come.
-
-        `seconds`: how long to wait for one, and then for it to take more. `look`: called about once
-        a second meanwhile; raises where waiting is in vain. Raises OSError.
-        """
-        awaited, deadline = set(ranks), time.monotonic() + seconds
-        self._socket.settimeout(LOOK_SECONDS)
-        while awaited:
-            try:
-                connection, _ = self._socket.accept()
-            except TimeoutError:
-                look()
-                if time.monotonic() >= deadline:
-                    raise
-                continue
-            rank = _welcomed(connection, token)
-            if rank is None or rank not in awaited:
-                connection.close()
-                continue
-            awaited.remove(rank)
-            connection.settimeout(seconds)
-            with self._changed:
-                self._takers[rank] = _Taker(rank, connection)
-                self._changed.notify_all()
-                if self._is_closed:
-                    connection.close()
-
-    def give(self, rank: int, number: int, offset: int, data: memoryview) -> None:
-        """Give a rank bytes of a piece; wait for the rank to come.
-
-        `number`: of the piece, of those that it gets from this rank. Raises PeerLost.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or rank in self._takers)
-            if self._is_closed:
-                raise PeerLost(rank, "this rank has left the load")
-        for start in range(0, len(data), NEAR_CHUNK):
-            self._takers[rank].give(number, offset + start, data[start : start + NEAR_CHUNK])
-
-    def close(self) -> None:
-        """Close all connections, in whatever threads they are waited for."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-            takers = [taker.connection for taker in self._takers.values()]
-        for one in (self._socket, *takers):
-            _shut(one)
-            one.close()
-
-
-class _Taker:
-    """A rank that takes what this one gives; several threads may give."""
-
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self._rank, self.connection, self._lock = rank, connection, threading.Lock()
-
-    def give(self, number: int, offset: int, data: memoryview) -> None:
-        try:
-            with self._lock:
-                self.connection.sendall(_HEADER.pack(number, offset, len(data)))
-                self.connection.sendall(data)
-        except OSError as error:
-            raise PeerLost(self._rank, f"its connection has closed: {error}") from None
-
-
-class Giver:
-    """A rank of this node, from which this one takes."""
-
-    def __init__(self, rank: int, name: str, token: bytes, own_rank: int, seconds: float) -> None:
-        """Connect. Raises PeerLost.
-
-        `seconds`: how long the giver may be silent.
-        """
-        self._rank = rank
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            self._socket.settimeout(seconds)
-            self._socket.connect(f"\0{name}")
-            if not _is_own_user(self._socket):
-                raise OSError("another user's process is at its place")
-            self._socket.sendall(token + _RANK.pack(own_rank))
-        except OSError as error:
-            self.close()
-            raise self._lost(error) from None
-
-    def header(self) -> tuple[int, int, int]:
-        """Return the number of the piece that comes next, where in it, and how many bytes."""
-        found = bytearray(_HEADER.size)
-        self.receive(memoryview(found))
-        number, offset, nbytes = _HEADER.unpack(found)
-        return number, offset, nbytes
-
-    def receive(self, data: memoryview) -> None:
-        """Fill this memory. Raises PeerLost."""
-        try:
-            _fill(self._socket, data)
-        except OSError as error:
-            raise self._lost(error) from None
-
-    def close(self) -> None:
-        _shut(self._socket)
-        self._socket.close()
-
-    def _lost(self, error: OSError) -> PeerLost:
-        return PeerLost(self._rank, f"its connection has closed: {error}")
-
-
-def _shut(connection: socket.socket) -> None:
-    """Wake whoever waits for a socket."""
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it isn't connected any more
-        return
-
-
-def _welcomed(connection: socket.socket, token: bytes) -> int | None:
-    """Return the rank that has come; None for a stranger."""
-    greeting = bytearray(len(token) + _RANK.size)
-    try:
-        connection.settimeout(_GREETING_SECONDS)
-        if not _is_own_user(connection):
-            return None
-        _fill(connection, memoryview(greeting))
-    except OSError:
-        return None
-    (rank,) = _RANK.unpack(greeting[len(token) :])
-    return int(rank) if greeting.startswith(token) else None
-
-
-def _is_own_user(connection: socket.socket) -> bool:
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return bool(struct.unpack("iII", found)[1] == os.geteuid())
-
-
-def _fill(connection: socket.socket, data: memoryview) -> None:
-    at = 0
-    while at < len(data):
-        count = connection.recv_into(data[at:])
-        if not count:
-            raise ConnectionError("the process has ended, or has left the load")
-        at += count

@@ -11,6 +11,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pickle import UnpicklingError
 from types import MappingProxyType
@@ -34,7 +35,7 @@ from dcp_mem.format.checksums import BLOCK, Blocks, blocks_of
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.format.saved_streams import is_whole, read_stream, why_refused
 from dcp_mem.format.sizes import refuse_packed_stream
-from dcp_mem.memory.copying import Move, copy, copy_many, copy_many_here
+from dcp_mem.memory.copying import Move, copy_here, copy_many_here
 from dcp_mem.memory.views import view_of
 from dcp_mem.planning.plain_tensors import NO_MEMORY, PLAIN, is_plain, lacks_memory
 from dcp_mem.planning.reads import DirectRead, ItemRead
@@ -440,11 +441,6 @@ class PendingItems:
             found.setdefault(file, []).extend((one.start, one.stop) for one in items)
         return found
 
-    def place_for(self, file: str, start: int, stop: int) -> memoryview | None:
-        """Return the tensor memory into which bytes may be received directly, if there is such."""
-        place = self.only_place(file, start, stop)
-        return None if place is None else place.view(start, stop)
-
     def only_place(self, file: str, start: int, stop: int) -> Place | None:
         """Return where bytes go directly, if one tensor alone takes any of them."""
         places = [item.place for item in self.within(file, start, stop)]
@@ -452,27 +448,35 @@ class PendingItems:
             places += self._payloads[file].places(start, stop)
         return places[0] if len(places) == 1 else None
 
-    def take(self, file: str, start: int, stop: int, address: int) -> None:
-        """Copy bytes of a segment to the items that need them, and deliver complete items.
+    def room_for(
+        self, file: str, start: int, stop: int
+    ) -> tuple[memoryview, Callable[[], list[PendingItem]]]:
+        """Return memory for bytes of a segment, and what to call once they are there.
 
-        `address`: where the bytes lie in memory.
+        That is the tensor itself where one alone takes them, else a buffer. The call has the bytes
+        go on to where they belong, and returns the items that are complete then.
         """
-        items = self.within(file, start, stop)
-        copy([move for pending in items for move in pending.moves(start, stop, address)])
-        if file in self._payloads:
-            copy_many(*self._payloads[file].moves(start, stop, address))
-        self.mark_received(file, start, stop)
+        place = self.only_place(file, start, stop)
+        data = None if place is None else place.view(start, stop)
+        if data is not None:
+            return data, partial(self.received, file, start, stop)
+        buffer = np.empty(stop - start, np.uint8)
+        return buffer.data, partial(self.take, file, start, stop, buffer)
 
-    def take_payloads(self, file: str, start: int, stop: int, address: int) -> None:
-        """Copy bytes of a segment to the payloads that need them, in this thread."""
+    def take(
+        self, file: str, start: int, stop: int, data: np.ndarray[Any, Any]
+    ) -> list[PendingItem]:
+        """Copy bytes of a segment, in this thread; return the items that are complete then."""
+        address = data.ctypes.data
+        items = self.within(file, start, stop)
+        copy_here([move for pending in items for move in pending.moves(start, stop, address)])
         if file in self._payloads:
             copy_many_here(*self._payloads[file].moves(start, stop, address))
+        return self.received(file, start, stop)
 
-    def mark_received(self, file: str, start: int, stop: int) -> None:
-        """Count bytes that are where they belong as received, and deliver complete items."""
-        for pending in self.within(file, start, stop):
-            if pending.note(start, stop):
-                pending.deliver()
+    def received(self, file: str, start: int, stop: int) -> list[PendingItem]:
+        """Count bytes that are where they belong; return the items that are complete then."""
+        return [one for one in self.within(file, start, stop) if one.note(start, stop)]
 
     def within(self, file: str, start: int, stop: int) -> list[PendingItem]:
         """Return the items that need some of the bytes [start, stop) of a segment."""

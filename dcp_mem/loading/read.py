@@ -21,6 +21,7 @@ from dcp_mem.format import names
 from dcp_mem.loading.device_reads import read_payloads
 from dcp_mem.loading.fetch import Fetcher, fetch_all
 from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.loading.peers import LoadGroup
 from dcp_mem.loading.pending import (
     PendingItem,
     PendingItems,
@@ -28,7 +29,7 @@ from dcp_mem.loading.pending import (
     TableIndex,
     table_index,
 )
-from dcp_mem.loading.shared_fetch import LoadGroup, fetch_together
+from dcp_mem.loading.shared_fetch import fetch_together
 from dcp_mem.loading.sources.base import PEERS, SOURCE_ERRORS, RemoteSource, Source
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.device_copies import current_stream, on_stream_of

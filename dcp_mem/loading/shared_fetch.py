@@ -15,21 +15,18 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import field
 
 from dcp_mem.comm import Ranks
+from dcp_mem.comm.addresses import listening_on_node, network_namespace
+from dcp_mem.comm.greetings import Door
 from dcp_mem.common.log import log
-from dcp_mem.common.value_class import value_class
-from dcp_mem.errors import DcpMemError
-from dcp_mem.format import names
+from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.loading.fetch import Fetcher, fetch_all
-from dcp_mem.loading.peers import Door, LoadPeers, PeerTransfer, network_namespace
+from dcp_mem.loading.peers import Agreed, Broken, DoorKey, LoadGroup, PeerTransfer
 from dcp_mem.loading.pending import PendingItems
-from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.root import node_id, open_root
 from dcp_mem.policy.pieces import Extent, merged, with_large_apart
 from dcp_mem.policy.sharing import (
-    Edges,
     Extents,
     JointSpan,
     LoadShare,
@@ -42,28 +39,8 @@ from dcp_mem.policy.sharing import (
     share_out_on_node,
 )
 
-_Told = tuple[LoadShare, Mapping[int, str]]
+_Told = tuple[LoadShare, Mapping[int, DoorKey | None]]
 """What a leader tells a rank: its share, or a part of it; of its own ranks, also their doors."""
-
-
-@value_class(kw_only=True)
-class LoadGroup:
-    """The ranks that load a checkpoint together."""
-
-    ranks: Ranks
-    memory_root: str
-    across_nodes: bool = False  # whether nodes send each other what they have fetched from storage
-    is_held: bool = False  # whether some node has each segment in memory; the same on all ranks
-    # what this rank's node has of the checkpoint, for itself and others
-    memory: MemorySource | None = None
-    # for each segment, the ranks whose nodes have it in memory
-    holders: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # what moves bytes that one rank alone needs of another node
-    transport: str = "tcp"
-
-    def holding(self, file: str) -> Sequence[int]:
-        """Return the ranks whose nodes have the segment in memory."""
-        return self.holders.get(names.rank_of(file), ())
 
 
 def fetch_together(
@@ -93,7 +70,13 @@ def fetch_together(
             door = _open_door(resources)
             agreed = _agree_on_shares(prepared[0] if prepared else None, group, door, failure)
             if agreed is not None:
-                _take_part(*prepared[0], *agreed, door, failure)
+                broken = list[Broken]()
+                with failure.kept():
+                    broken = PeerTransfer(group, agreed, door, *prepared[0]).run()
+                # A connection that broke because the peer had failed is reported by the peer.
+                if not failure.is_anywhere() and broken:
+                    with failure.kept():
+                        raise RankFailed("sharing what several ranks load", broken)
         with failure.kept():
             under_way.result()
     failure.raise_own()
@@ -139,7 +122,7 @@ class _OwnFailure:
 def _open_door(resources: ExitStack) -> Door | None:
     """Return where the node's other ranks can connect; None where they can't."""
     try:
-        return resources.enter_context(closing(Door()))
+        return resources.enter_context(closing(Door(listening_on_node())))
     except OSError as error:
         log.info("loading without the neighbours: %s", error)
         return None
@@ -150,12 +133,12 @@ def _agree_on_shares(
     group: LoadGroup,
     door: Door | None,
     failure: _OwnFailure,
-) -> tuple[LoadShare, LoadPeers] | None:
+) -> Agreed | None:
     """Return this rank's share, and whom it has it with; None where a rank can't take part.
 
     1. All ranks learn which ranks each node has; one all-reduce.
     2. A node's ranks tell their leader what they need.
-    3. Where nodes pass on what they have read, the leaders agree on it (`_passed`).
+    3. Where nodes pass on what they have read, the leaders agree on it (`_spans_in_common`).
     4. Each leader decides, and tells all ranks that have a share.
     5. All ranks learn whether every leader could decide; one all-reduce.
     """
@@ -166,20 +149,19 @@ def _agree_on_shares(
     if nodes is None or prepared is None:
         return None
     edges, leader = prepared[0].edges, nodes[node][0]
-    own = (_needs(group, prepared[1]), "" if door is None else door.name)
+    own = (_needs(group, prepared[1]), None if door is None else (door.address, door.token))
     arrived = ranks.route({leader: own})
     needs = {rank: extents for rank, (extents, _) in arrived}
-    doors: Mapping[int, str] = {rank: name for rank, (_, name) in arrived}
-    passed: list[tuple[int, Piece]] | None = []
+    doors: Mapping[int, DoorKey | None] = {rank: key for rank, (_, key) in arrived}
+    by_leader = {of_node[0]: of_node for of_node in nodes.values()}
+    spans, passed = list[JointSpan](), list[tuple[int, Piece]]()
     if group.across_nodes and not group.is_held:
-        passed = _passed(needs, nodes, edges, group, failure)
-    if passed is None:
-        return None
+        spans = _spans_in_common(needs, by_leader, group, failure)
     shares, share = dict[int, _Told](), LoadShare()
     with failure.kept():
         if leader == ranks.rank:
-            leaders = sorted(of_node[0] for of_node in nodes.values())
-            turn = leaders.index(leader)
+            passed = dealt(leader, by_leader, spans, edges)
+            turn = sorted(by_leader).index(leader)
             found = share_out_on_node(needs, edges, holders=group.holding, turn=turn, passed=passed)
             shares = {rank: (one, doors if rank in needs else {}) for rank, one in found.items()}
     parts = ranks.route(shares)
@@ -190,16 +172,7 @@ def _agree_on_shares(
     )
     if has_failed:
         return None
-    peers = LoadPeers(
-        ranks=ranks,
-        doors=doors,
-        nodes=len(nodes),
-        token=token,
-        transport=group.transport,
-        memory=group.memory,
-        is_held=lambda file: bool(group.holding(file)),
-    )
-    return share, peers
+    return Agreed(share=share, doors=doors, nodes=len(nodes), token=token)
 
 
 def _node_of(group: LoadGroup, door: Door | None) -> str:
@@ -221,7 +194,8 @@ def _needs(group: LoadGroup, pending: PendingItems) -> Extents:
 
 def _joined(parts: Sequence[tuple[int, _Told]], leader: int) -> _Told:
     """Return this rank's share, and its node's doors, by what leaders have told it."""
-    alone, doors, pieces = dict[str, Sequence[Extent]](), dict[int, str](), list[Piece]()
+    alone, pieces = dict[str, Sequence[Extent]](), list[Piece]()
+    doors = dict[int, DoorKey | None]()
     # This node's own part first: it has what nodes pass on, which is first on the other node.
     for _, (share, of_node) in sorted(parts, key=lambda part: part[0] != leader):
         alone.update(share.alone)
@@ -234,16 +208,13 @@ def _join_agreed(one: tuple[bool, str], other: tuple[bool, str]) -> tuple[bool, 
     return one[0] or other[0], one[1] or other[1]
 
 
-def _passed(
+def _spans_in_common(
     needs: Mapping[int, Extents],
-    nodes: Nodes,
-    edges: Edges,
+    by_leader: Mapping[int, Sequence[int]],
     group: LoadGroup,
     failure: _OwnFailure,
-) -> list[tuple[int, Piece]] | None:
-    """Return what this rank's node gets together with others; None where a rank has failed.
-
-    All ranks call this; what leaders return counts.
+) -> list[JointSpan]:
+    """Return what this rank's node needs of storage, and other nodes too; none but on leaders.
 
     1. Leaders ask homes who else needs what their nodes need.
     2. Homes tell them.
@@ -251,42 +222,14 @@ def _passed(
     `needs`: of the ranks of this node, on its leader; else none.
     """
     ranks = group.ranks
-    by_leader = {of_node[0]: of_node for of_node in nodes.values()}
-    asked, told = dict[int, dict[str, list[tuple[int, int]]]](), dict[int, list[JointSpan]]()
-    passed: list[tuple[int, Piece]] = []
+    asked, told = dict[int, dict[str, list[Extent]]](), dict[int, list[JointSpan]]()
     with failure.kept():
-        if ranks.rank in by_leader:
-            of_storage = [
-                {file: of_file for file, of_file in one.items() if not group.holding(file)}
-                for one in needs.values()
-            ]
-            asked = requests(of_storage, sorted(by_leader))
+        of_storage = [
+            {file: of_file for file, of_file in one.items() if not group.holding(file)}
+            for one in needs.values()
+        ]
+        asked = requests(of_storage, sorted(by_leader))
     arrived = ranks.route(asked)
     with failure.kept():
         told = joint(dict(arrived))
-    joint_spans = [span for _, of_home in ranks.route(told) for span in of_home]
-    with failure.kept():
-        if ranks.rank in by_leader:
-            passed = dealt(ranks.rank, by_leader, joint_spans, edges)
-    return None if failure.is_anywhere() else passed
-
-
-# -- one rank's share ------------------------------------------------------------------------------
-
-
-def _take_part(
-    fetcher: Fetcher,
-    pending: PendingItems,
-    share: LoadShare,
-    peers: LoadPeers,
-    door: Door | None,
-    failure: _OwnFailure,
-) -> None:
-    transfer = PeerTransfer(peers, door, share, fetcher, pending)
-    transfer.run()
-    with failure.kept():
-        transfer.raise_own()
-    # A connection that broke because the peer had failed is reported by the peer.
-    if not failure.is_anywhere():
-        with failure.kept():
-            transfer.raise_broken()
+    return [span for _, of_home in ranks.route(told) for span in of_home]

@@ -40,28 +40,6 @@ def merged(extents: Iterable[Extent], gap: int = _GAP) -> list[Extent]:
     return found
 
 
-def without(extents: Iterable[Extent], others: Sequence[Extent]) -> list[Extent]:
-    """Return what is left of ranges where others are taken away.
-
-    `extents`: the ranges, in order; none lies over another.
-    """
-    found: list[Extent] = []
-    number = 0
-    for start, stop in extents:
-        while number < len(others) and others[number][1] <= start:
-            number += 1
-        following = number
-        while following < len(others) and others[following][0] < stop:
-            low, high = others[following]
-            if start < low:
-                found.append((start, low))
-            start = max(start, high)
-            following += 1
-        if start < stop:
-            found.append((start, stop))
-    return found
-
-
 def with_large_apart(extents: Iterable[Extent]) -> list[Extent]:
     """Return the ranges merged, except large ones, each of which stays a range of its own.
 

@@ -28,10 +28,12 @@ from typing import NamedTuple
 
 from dcp_mem.common.sendable import sendable
 from dcp_mem.common.value_class import value_class
-from dcp_mem.policy.pieces import PIECE, Extent, cut, merged, without
+from dcp_mem.policy.pieces import PIECE, Extent, cut, merged
 
 _MOST_PIECES = 1 << 15
 """Pieces, about, into which all that other nodes' memory sends to a node is cut."""
+_PASSED = -1
+"""In the place of a rank: bytes that come together with other nodes."""
 Edges = Callable[[str], Sequence[int] | None]
 """Returns where a segment may be cut, ascending; None for anywhere."""
 Extents = Mapping[str, Sequence[Extent]]
@@ -99,11 +101,16 @@ def share_out_on_node(
     `passed`: what `dealt` returns.
     """
     shares, to_send = _Shares(needs, turn), list[_Sending]()
+    coming: dict[str, list[Extent]] = {}
     for by, piece in passed:
         shares.bring(by, piece, _in_need(needs, piece))
-    for file, of_file in spans(_not_passed(needs, passed)):
+        coming.setdefault(piece.file, []).append(piece.extent)
+    comes_along = {file: merged(extents, 1) for file, extents in coming.items()}
+    for file, of_file in spans({_PASSED: comes_along, **needs}):
         holding = holders(file)
         for extent, ranks in of_file:
+            if ranks[0] == _PASSED:
+                continue
             if holding:
                 to_send.append(_Sending(file, extent, ranks, holding))
             elif len(ranks) == 1:
@@ -124,23 +131,6 @@ def _in_need(needs: Mapping[int, Extents], piece: Piece) -> list[int]:
         if first < len(of_file) and of_file[first][0] < piece.stop:
             found.append(rank)
     return found
-
-
-def _not_passed(
-    needs: Mapping[int, Extents], passed: Sequence[tuple[int, Piece]]
-) -> Mapping[int, Extents]:
-    """Return what ranks need beside what comes together with other nodes."""
-    coming: dict[str, list[Extent]] = {}
-    for _, piece in passed:
-        coming.setdefault(piece.file, []).append(piece.extent)
-    others = {file: merged(extents, 1) for file, extents in coming.items()}
-    return {
-        rank: {
-            file: without(of_file, others[file]) if file in others else of_file
-            for file, of_file in extents.items()
-        }
-        for rank, extents in needs.items()
-    }
 
 
 class _Sending(NamedTuple):

@@ -19,12 +19,16 @@ import torch.distributed as dist
 import dcp_mem
 from dcp_mem import RankFailed
 from dcp_mem.comm import Ranks, ranks_of
-from dcp_mem.comm.addresses import SOCKETS_OF_A_RANK, check_open_files, listening_socket
-from dcp_mem.comm.greetings import MOST_GREETINGS
+from dcp_mem.comm.addresses import (
+    SOCKETS_OF_A_RANK,
+    check_open_files,
+    listening_on_node,
+    listening_socket,
+)
+from dcp_mem.comm.greetings import MOST_GREETINGS, Door, accepted
 from dcp_mem.comm.peers import PeerLost, Peers, TcpWire
 from dcp_mem.comm.relay import tree_of
 from dcp_mem.comm.timed_store import TimedStore
-from dcp_mem.loading.peers import Door
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.replicating.plan import copies_of, stripes_of
 from tests.support.checkpoints.jobs import Job
@@ -114,7 +118,7 @@ def _receives(ranks: Ranks) -> None:
 
 
 def _gives_to_a_neighbour(ranks: Ranks) -> None:
-    Door().welcome(b"token", [1], 600, ranks.look)
+    accepted(Door(listening_on_node()), time.monotonic() + 600, ranks.look)
 
 
 @pytest.mark.parametrize("act", [_sends, _receives, _gives_to_a_neighbour])
