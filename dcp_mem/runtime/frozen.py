@@ -361,7 +361,7 @@ class FrozenTensors:
             self._note_change([items.keys[number] for number in moved], "have been written to")
         finally:
             end_hold()
-        del self._known[group]
+        self._known.pop(group, None)
         return None
 
     def held(self, items: FrozenItems) -> FilledFrozen | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 
 from dcp_mem.common.gc_pause import GrownHeap
 from dcp_mem.common.log import log
@@ -29,11 +30,6 @@ class SlotSizes:
     copies: Sequence[int] = ()
     # layout of a further slot, which all checkpoints share; None where none is needed
     base: PlanLayout | None = None
-
-    @property
-    def count(self) -> int:
-        """The number of these slots, but for what all checkpoints share."""
-        return 1 + len(self.copies)
 
 
 @value_class(kw_only=True)
@@ -63,20 +59,6 @@ class Prefaulting:
         self._unwanted = threading.Event()  # of what is under way
         self._guard = threading.Lock()  # the thread never takes it, so it is held while that ends
 
-    def _start(
-        self,
-        sizes: SlotSizes,
-        checkpoints: Callable[[], int],
-        has_room: Callable[[int], bool],
-    ) -> Future[None]:
-        with self._guard:
-            self._end()
-            self._unwanted = unwanted = threading.Event()
-            self._under_way = self._thread.submit(
-                lambda: self._work(sizes, checkpoints, unwanted, has_room)
-            )
-            return self._under_way
-
     def stop(self) -> None:
         """End the background work where it is; what it has done by then isn't lost."""
         with self._guard:
@@ -104,23 +86,25 @@ class Prefaulting:
         self, settings: Settings, sizes: SlotSizes, needs: NodeNeeds, *, rank: int
     ) -> Future[None] | None:
         """Bring the rank's slots up to what `keep` + 1 checkpoints take, within the limit."""
+        # Where copies are about to take slots, those are counted before they do.
+        count = self._missing(settings, sizes, needs, rank) if needs.pending else None
+        if count == 0:
+            return None
+        with self._guard:
+            self._end()
+            self._unwanted = unwanted = threading.Event()
+            self._under_way = self._thread.submit(
+                self._work, settings, sizes, needs, rank, count, unwanted
+            )
+            return self._under_way
 
-        def missing() -> int:
-            # In this order: a segment that retires in between is counted twice, never overlooked.
-            in_use = self._memory.count_segments(rank)
-            free = self._slots.free_count() // sizes.count
-            room = self._room(settings, needs)
-            wanted = min(settings.keep + 1 - in_use, free + max(room, 0))
-            return wanted if wanted > free else 0
-
-        def has_room(nbytes: int) -> bool:
-            return nbytes <= self._left(settings, needs)
-
-        if not needs.pending:
-            return self._start(sizes, missing, has_room)
-        if count := missing():  # counted before the copies take what is pending
-            return self._start(sizes, lambda: count, has_room)
-        return None
+    def _missing(self, settings: Settings, sizes: SlotSizes, needs: NodeNeeds, rank: int) -> int:
+        """Return for how many checkpoints the rank is to have free slots; 0 where it has enough."""
+        # In this order: a segment that retires in between is counted twice, never overlooked.
+        in_use = self._memory.count_segments(rank)
+        free = self._slots.free_count() // (1 + len(sizes.copies))
+        wanted = min(settings.keep + 1 - in_use, free + max(self._room(settings, needs), 0))
+        return wanted if wanted > free else 0
 
     def _room(self, settings: Settings, needs: NodeNeeds) -> int:
         """Return for how many more checkpoints there is memory."""
@@ -140,34 +124,32 @@ class Prefaulting:
 
     def _work(
         self,
+        settings: Settings,
         sizes: SlotSizes,
-        checkpoints: Callable[[], int],
+        needs: NodeNeeds,
+        rank: int,
+        count: int | None,
         unwanted: threading.Event,
-        has_room: Callable[[int], bool],
     ) -> None:
         if not let_caller_return(unwanted):
             return
-
-        def wanted() -> bool:
-            return not unwanted.is_set()
-
         try:
-            count = checkpoints()
+            if count is None:
+                count = self._missing(settings, sizes, needs, rank)
             if not count:
                 return
             pinning.touch_pages_near_device()
-            shared = 0
+            slots = [(sizes.own, sizes.layout), *((nbytes, None) for nbytes in sizes.copies)]
+            slots *= count  # one checkpoint after the other
             if sizes.base is not None:
-                shared = 1
-                self._make(1, sizes.base.layout.nbytes, sizes.base, wanted, has_room)
-            for number in range(count * sizes.count):  # one checkpoint after the other
-                kind = number % sizes.count
-                self._make(
-                    shared + number + 1,
-                    sizes.copies[kind - 1] if kind else sizes.own,
-                    None if kind else sizes.layout,
-                    wanted,
-                    has_room,
+                slots.insert(0, (sizes.base.layout.nbytes, sizes.base))
+            for number, (nbytes, layout) in enumerate(slots):
+                self._slots.prefault(
+                    number + 1,
+                    nbytes,
+                    partial(_prepare, layout),
+                    lambda: not unwanted.is_set(),
+                    lambda more: more <= self._left(settings, needs),
                 )
         except Exception:
             log.warning(
@@ -175,18 +157,7 @@ class Prefaulting:
             )
         self._heap.trim()
 
-    def _make(
-        self,
-        count: int,
-        nbytes: int,
-        layout: PlanLayout | None,
-        wanted: Callable[[], bool],
-        has_room: Callable[[int], bool],
-    ) -> None:
-        """Have so many free slots, the last of them of this size, with the layout's frames."""
 
-        def prepare(slot: Slot) -> None:
-            if layout is not None:
-                put_frames(slot, layout)
-
-        self._slots.prefault(count, nbytes, prepare, wanted, has_room)
+def _prepare(layout: PlanLayout | None, slot: Slot) -> None:
+    if layout is not None:
+        put_frames(slot, layout)

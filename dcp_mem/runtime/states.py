@@ -11,7 +11,6 @@ from dataclasses import replace
 from dcp_mem.common import files
 from dcp_mem.common.log import log
 from dcp_mem.common.progress_bar import Show
-from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import (
     MEMORY,
     STORAGE,
@@ -122,16 +121,16 @@ def wait(
         raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
     memory = JobMemory(settings.memory_root, settings.job)
     refusals = _Refusals(wake)
-    waiting = _Wait(
-        settings=settings,
-        what=f"{name or 'the newest checkpoint'} is not {wanted.value} yet",
-        is_over=lambda: _has_reached(memory, name, wanted, refusals),
+    _wait_until(
+        lambda: _has_reached(memory, name, wanted, refusals),
+        f"{name or 'the newest checkpoint'} is not {wanted.value} yet",
+        settings,
+        refusals.wake,
         awaited=lambda: _candidates(memory, name, wanted)[:1],
-        wake=refusals.wake,
         show=show,
+        timeout=timeout,
         state=wanted,
     )
-    waiting.run(timeout)
 
 
 def _awaitable(state: State | str) -> State:
@@ -189,15 +188,15 @@ def wait_for_all(
             raise FlushFailed(given_up[0].name, with_remains(settings, given_up, why))
         return not pending
 
-    waiting = _Wait(
-        settings=settings,
-        what="not all is flushed",
-        is_over=is_over,
+    _wait_until(
+        is_over,
+        "not all is flushed",
+        settings,
+        refusals.wake,
         awaited=lambda: [entry for entry in _status(memory) if entry.persist],
-        wake=refusals.wake,
         show=show,
+        timeout=timeout,
     )
-    waiting.run(timeout)
 
 
 def wait_for_exports(settings: Settings, wake: Wake) -> None:
@@ -211,16 +210,8 @@ def wait_for_exports(settings: Settings, wake: Wake) -> None:
         records = read_exports(memory.directory)
         return not records.is_under_way and not unseen(memory, records, order)
 
-    waiting = _Wait(
-        settings=settings,
-        what=f"exports to {order.to} aren't made",
-        is_over=is_over,
-        awaited=list,
-        wake=wake,
-        show=None,
-        ends_without_agent=True,
-    )
-    waiting.run(None)
+    what = f"exports to {order.to} aren't made"
+    _wait_until(is_over, what, settings, wake, ends_without_agent=True)
     for one in read_exports(memory.directory).records:
         if one.state is ExportState.FAILED:
             text = "%s isn't exported so far, the agent tries again: %s"
@@ -345,52 +336,55 @@ def _candidates(memory: JobMemory, name: str | None, wanted: State) -> list[Chec
 # -- waiting ---------------------------------------------------------------------------------------
 
 
-@value_class(kw_only=True)
-class _Wait:
-    """A wait for something to happen in the job's memory."""
+def _wait_until(
+    is_over: Callable[[], bool],
+    what: str,
+    settings: Settings,
+    wake: Wake,
+    *,
+    awaited: Callable[[], Sequence[CheckpointStatus]] = list,
+    show: Show | None = None,
+    timeout: float | None = None,
+    state: State = State.DURABLE,
+    ends_without_agent: bool = False,
+) -> None:
+    """Wait until something has happened in the job's memory.
 
-    settings: Settings
-    what: str
-    is_over: Callable[[], bool]  # returns whether it has; raises where it never will
-    awaited: Callable[[], Sequence[CheckpointStatus]]
-    wake: Wake
-    show: Show | None  # shown what is awaited several times a second
-    state: State = State.DURABLE  # what is awaited: an agent only makes checkpoints durable
-    ends_without_agent: bool = False  # where nothing in memory awaits it
+    `is_over`: returns whether it has; raises where it never will. `show`: shown what is `awaited`
+    several times a second. `state`: what is awaited; an agent only makes checkpoints durable.
+    `ends_without_agent`: where nothing in memory awaits it. Raises WaitTimeout, FlushFailed.
+    """
+    if is_over():
+        return
 
-    def run(self, timeout: float | None) -> None:
-        """Return once it has happened. Raises WaitTimeout, or what `is_over` raises."""
-        if self.is_over():
-            return
-        patience = AgentPatience(self.settings, self.wake)
-        patience.ended_by()
-        started = complained = time.monotonic()
-        pause = _FIRST_PAUSE
-        while not self._is_over_and_shown():
-            now = time.monotonic()
-            if timeout is not None and now - started > timeout:
-                raise WaitTimeout(f"{self.what} after {timeout:g} s; {_trouble(self.settings)}")
-            # The agent may have died.
-            if (why_not := patience.ended_by()) and self.state is State.DURABLE:
-                left, text = left_without_agent(self.settings, why_not)
-                if left:
-                    raise FlushFailed(left[0].name, text)
-                if self.ends_without_agent:
-                    log.error("%s: the agent %s", self.what, why_not)
-                    return
-            if now - complained > _COMPLAIN_EVERY:
-                seconds = now - started
-                log.warning("%s after %.0f s; %s", self.what, seconds, _trouble(self.settings))
-                complained = now
-            time.sleep(pause)
-            pause = min(pause * 1.3, _LONGEST_PAUSE)
-
-    def _is_over_and_shown(self) -> bool:
+    def is_over_and_shown() -> bool:
         try:
-            return self.is_over()
+            return is_over()
         finally:
-            if self.show is not None:
-                self.show(self.awaited())  # the end as well, good or bad
+            if show is not None:
+                show(awaited())  # the end as well, good or bad
+
+    patience = AgentPatience(settings, wake)
+    patience.ended_by()
+    started = complained = time.monotonic()
+    pause = _FIRST_PAUSE
+    while not is_over_and_shown():
+        now = time.monotonic()
+        if timeout is not None and now - started > timeout:
+            raise WaitTimeout(f"{what} after {timeout:g} s; {_trouble(settings)}")
+        # The agent may have died.
+        if (why_not := patience.ended_by()) and state is State.DURABLE:
+            left, text = left_without_agent(settings, why_not)
+            if left:
+                raise FlushFailed(left[0].name, text)
+            if ends_without_agent:
+                log.error("%s: the agent %s", what, why_not)
+                return
+        if now - complained > _COMPLAIN_EVERY:
+            log.warning("%s after %.0f s; %s", what, now - started, _trouble(settings))
+            complained = now
+        time.sleep(pause)
+        pause = min(pause * 1.3, _LONGEST_PAUSE)
 
 
 def _trouble(settings: Settings) -> str:

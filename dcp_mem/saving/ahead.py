@@ -43,7 +43,6 @@ from dcp_mem.saving.stage import fill
 from dcp_mem.saving.values import Filled, NoCommonPlan, Planned, SaveContext
 
 _KEY = "staged by dcp_mem"
-_REFUSED = "refused by dcp_mem"
 
 
 class StagedState:
@@ -93,15 +92,15 @@ class StagedState:
         return {_KEY: self}
 
 
+def stands_for_another(value: object) -> bool:
+    """Return whether a value is a state dict that stands for a staged one, or for an error."""
+    return type(value) is dict and len(value) == 1 and _KEY in value
+
+
 def staged_in(state_dict: Mapping[str, Any]) -> StagedState | None:
-    """Return the staged state that a state dict stands for; None where it is a plain one."""
-    staged = state_dict.get(_KEY) if len(state_dict) == 1 else None
-    return staged if isinstance(staged, StagedState) else None
-
-
-def stands_for_staged(value: object) -> bool:
-    """Return whether a value is a state dict that stands for a staged one."""
-    return type(value) is dict and staged_in(value) is not None
+    """Return the staged state that a state dict stands for; None where it doesn't."""
+    found = state_dict[_KEY] if stands_for_another(state_dict) else None
+    return found if isinstance(found, StagedState) else None
 
 
 def refused_state(error: Exception) -> dict[str, Any]:
@@ -109,19 +108,14 @@ def refused_state(error: Exception) -> dict[str, Any]:
 
     The writer stages the error in its place, and the save raises it on all ranks.
     """
-    return {_REFUSED: error}
+    return {_KEY: error}
 
 
 def not_refused(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state dict; raise the error that it stands for, if it does."""
-    if stands_for_error(state_dict):
-        raise state_dict[_REFUSED]
+    if stands_for_another(state_dict) and isinstance(state_dict[_KEY], Exception):
+        raise state_dict[_KEY]
     return state_dict
-
-
-def stands_for_error(value: object) -> bool:
-    """Return whether a value is a state dict that stands for one that couldn't be made."""
-    return type(value) is dict and len(value) == 1 and isinstance(value.get(_REFUSED), Exception)
 
 
 def copy_ahead(context: SaveContext, planned: Planned, overlap: Overlap | None) -> AheadCopy | None:

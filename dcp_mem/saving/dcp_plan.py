@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
@@ -36,7 +37,7 @@ from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import SavedPlan
 from dcp_mem.saving.values import (
     DCP_PLAN,
-    IndexedItems,
+    Items,
     Planned,
     SaveContext,
     Staged,
@@ -108,12 +109,17 @@ def _planned(
     )
 
 
-class PlannerItems(IndexedItems):
+class PlannerItems(Items):
     """Items of a plan that DCP's planner made, whose metadata is asked for on rank 0."""
 
     def __init__(self, planner: SavePlanner, metadata: Callable[[], Metadata]) -> None:
-        self.resolve, self.index = planner.resolve_data, operator.attrgetter("index")
-        self._metadata = metadata
+        self._planner, self._metadata = planner, metadata
+
+    def resolve(self, item: WriteItem) -> Any:
+        return self._planner.resolve_data(item)
+
+    def index(self, item: WriteItem) -> MetadataIndex:
+        return item.index
 
     def fingerprint(self, items: Sequence[WriteItem]) -> int:
         """Return a hash of names and offsets; the items themselves would hold megabytes."""

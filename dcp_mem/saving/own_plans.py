@@ -15,7 +15,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,11 +24,16 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_mem.comm import Ranks
-from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all
+from dcp_mem.comm.agreement import (
+    Attempted,
+    Failures,
+    attempt,
+    described,
+    joined,
+    known_to_all,
+    raise_together,
+)
 from dcp_mem.common.log import log, log_once
-from dcp_mem.common.sendable import sendable
-from dcp_mem.common.value_class import value_class
-from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format.byte_items import is_plain_value, stream_of
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.frames import QUANTISED, Specs, frame
@@ -39,12 +44,13 @@ from dcp_mem.planning.global_plan import GlobalPlan, merge
 from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
 from dcp_mem.planning.plain_tensors import SourcesByBlock
 from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written, share_written
-from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
+from dcp_mem.planning.plan_columns import ItemKind, NotDescribable
 from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.values import (
+    Items,
     NoCommonPlan,
     Planned,
     SaveContext,
@@ -167,17 +173,22 @@ class OwnPlans:
         started = time.monotonic()
         structure = self._known(context, structure, to_lowest_rank)
         ranks, whole = context.ranks, None
-        joined = ranks.reduce(_part_of_joint_plan(ranks.rank, structure.plan), _joined)
-        parts: Sequence[tuple[str, bytes, str]] = ()
-        if ranks.rank == 0:
-            merged = attempt(lambda: _merged(joined, to_lowest_rank))
-            if merged.error is None:
-                whole, parts = merged.value
-            else:
-                parts = [("", b"", described(merged.error))] * ranks.size
-        plan_id, mask, error = ranks.scatter(parts)
-        if error:
-            raise known_to_all(RankFailed(f"planning {context.name}", [(0, error)]))
+        own = attempt(lambda: plan_of_rank(ranks.rank, structure.plan))
+        part = own.failures(ranks.rank), None if own.error is not None else own.value
+        found = ranks.reduce(part, _joined)
+        parts: Sequence[tuple[str, bytes, Failures]] = ()
+        if found is not None:
+            failures, plans = found
+            masks: Sequence[bytes] = [b""] * ranks.size
+            if plans is not None:
+                merged = attempt(lambda: _merged(plans, to_lowest_rank))
+                failures = merged.failures(0)
+                if merged.error is None:
+                    whole, masks = merged.value
+            plan_id = uuid.uuid4().hex[:12]
+            parts = [(plan_id, mask, failures) for mask in masks]
+        plan_id, mask, failures = ranks.scatter(parts)
+        raise_together(f"planning {context.name}", failures)
         plan = plan_of(plan_id, context.group, structure, mask, whole, to_lowest_rank)
         self._keep(plan, context.session)
         seconds = time.monotonic() - started
@@ -256,26 +267,19 @@ class OwnPlans:
         return replace(planned, other_plan_ids=tuple(others))
 
 
-@sendable
-@value_class
-class _Refusal:
-    """Stands for the plan of a rank that can't be joined with others."""
-
-    rank: int
-    why: str
+_Part = tuple[Failures, JointPlan | None]
+"""The plans of some ranks, joined; or why those of some can't be, and None."""
 
 
-def _part_of_joint_plan(rank: int, part: LocalPlan) -> JointPlan | _Refusal:
-    made = attempt(lambda: plan_of_rank(rank, part))
-    return made.value if made.error is None else _Refusal(rank, described(made.error))
+def _joined(parts: Sequence[_Part]) -> _Part:
+    failures = reduce(joined, [failures for failures, _ in parts])
+    plans = [plan for _, plan in parts if plan is not None]
+    return failures, None if failures else join_plans(plans)
 
 
-def _joined(parts: Sequence[JointPlan | _Refusal]) -> JointPlan | _Refusal:
-    """Return the plans joined, or the refusal of the first rank that refuses."""
-    refusals = [one for one in parts if isinstance(one, _Refusal)]
-    if refusals:
-        return min(refusals, key=lambda one: one.rank)
-    return join_plans([one for one in parts if isinstance(one, JointPlan)])
+def _merged(plans: JointPlan, to_lowest_rank: bool) -> tuple[GlobalPlan, Sequence[bytes]]:
+    whole = merge(plans, to_lowest_rank=to_lowest_rank)
+    return whole, whole.masks()
 
 
 _own_plans: WeakKeyDictionary[Session, OwnPlans] = WeakKeyDictionary()
@@ -289,17 +293,6 @@ def own_plans_of(session: Session) -> OwnPlans:
         if found is None:
             found = _own_plans[session] = OwnPlans()
         return found
-
-
-def _merged(
-    joined: JointPlan | _Refusal | None, to_lowest_rank: bool
-) -> tuple[GlobalPlan, Sequence[tuple[str, bytes, str]]]:
-    """Merge all ranks' plans; return the global plan, and for each rank which rows it writes."""
-    assert joined is not None
-    if isinstance(joined, _Refusal):
-        raise DcpMemError(joined.why)
-    whole, plan_id = merge(joined, to_lowest_rank=to_lowest_rank), uuid.uuid4().hex[:12]
-    return whole, [(plan_id, mask, "") for mask in whole.masks()]
 
 
 def _check_dtypes(structure: Structure) -> None:
@@ -430,7 +423,7 @@ def rows_of(planned: Planned) -> RowItems:
     return items
 
 
-class RowItems:
+class RowItems(Items):
     """Items that are rows of the local plan, and stand for parts of the state dict's leaves."""
 
     def __init__(self, plan: OwnPlan, structure: Structure, parts: Sequence[Any]) -> None:
@@ -468,7 +461,8 @@ class RowItems:
     def part(self, rank: int, items: Sequence[int], layout: Layout) -> WrittenItems:
         return WrittenItems(rank, np.array(items, np.int64), layout)
 
-    share = staticmethod(share_written)
+    def share(self, parts: Sequence[WrittenItems]) -> Sequence[WrittenItems]:
+        return share_written(parts)
 
     def catalog(self, parts: Sequence[WrittenItems]) -> Catalog:
         assert self._whole is not None
@@ -483,8 +477,8 @@ def _name_differing(ranks: Ranks, structure: Structure, state: Mapping[str, Any]
     if ranks.size == 1:
         return
     seen = attempt(lambda: _digests(structure, state))
-    joined = ranks.reduce(seen.value if seen.error is None else {}, _joined_digests)
-    differing = [name for name, digest in (joined or {}).items() if digest is None]
+    digests = ranks.reduce(seen.value if seen.error is None else {}, _joined_digests)
+    differing = [name for name, digest in (digests or {}).items() if digest is None]
     if differing:
         log_once(
             f"{first_of(differing)} differ from rank to rank, and one rank's values are saved for "
@@ -506,8 +500,8 @@ def _digests(structure: Structure, state: Mapping[str, Any]) -> dict[str, int | 
 
 
 def _joined_digests(parts: Sequence[dict[str, int | None]]) -> dict[str, int | None]:
-    joined: dict[str, int | None] = {}
+    found: dict[str, int | None] = {}
     for part in parts:
         for name, digest in part.items():
-            joined[name] = digest if joined.get(name, digest) == digest else None
-    return joined
+            found[name] = digest if found.get(name, digest) == digest else None
+    return found

@@ -48,8 +48,7 @@ from dcp_mem.saving.ahead import (
     not_refused,
     refused_state,
     staged_in,
-    stands_for_error,
-    stands_for_staged,
+    stands_for_another,
 )
 from dcp_mem.saving.calls import DcpSave, ThreadCalls, called, opened_together
 from dcp_mem.saving.dcp_takeover import (
@@ -169,13 +168,10 @@ class Saver:
         Torch's planner would save what stands for it. And the state has a turn, which no other save
         may wait behind.
         """
-        not_refused(variable_of_call(stands_for_error) or {})
-        found = variable_of_call(stands_for_staged)
-        if found is None:
+        staged = staged_in(not_refused(variable_of_call(stands_for_another) or {}))
+        if staged is None:
             return
         self.is_driven_otherwise = True
-        staged = staged_in(found)
-        assert staged is not None
         staged.give_back()
         raise DcpMemError(
             f"{self.calls.checked_name()} isn't saved: this torch drives its writers in a way that "
@@ -361,7 +357,7 @@ class Saver:
     def submitted(self, call: StagingCall | None, saving: Future[Any]) -> None:
         """Take note of the save that DCP has begun of what `stage` has returned."""
         global _sent
-        staged = staged_in(variable_of_call(stands_for_staged) or {})
+        staged = staged_in(variable_of_call(stands_for_another) or {})
         if call is not None and call.is_in_process:
             _sent = os.getpid(), saving
         elif staged is not None:

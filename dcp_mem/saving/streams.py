@@ -26,7 +26,7 @@ from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.runtime.layouts import PlanLayout
-from dcp_mem.saving.values import STREAMS_PLAN, Filled, IndexedItems, Planned, SaveContext
+from dcp_mem.saving.values import STREAMS_PLAN, Filled, Items, Planned, SaveContext
 
 _BUFFER = 1 << 20
 _COPIED_AT_ONCE = 16 << 20
@@ -158,16 +158,11 @@ class _End(io.RawIOBase):
         return len(view)
 
 
-class _NamedItems(IndexedItems):
+class _NamedItems(Items):
     """Items that are their own names; of equal ones, each is called after its rank as well."""
 
-    index = staticmethod(MetadataIndex)
-
-    def resolve(self, item: str) -> Any:
-        raise AssertionError(f"{item} lies in its slot already")
-
-    def fingerprint(self, items: Sequence[str]) -> int:
-        return hash(tuple(items))
+    def index(self, item: str) -> MetadataIndex:
+        return MetadataIndex(item)
 
     def catalog(self, parts: Sequence[RankItems]) -> Catalog:
         count = Counter(index.fqn for part in parts for index in part.indexes)

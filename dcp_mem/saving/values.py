@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
 from itertools import compress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -71,7 +71,7 @@ class SaveContext:
 # -- plan ------------------------------------------------------------------------------------------
 
 
-class Items(Protocol):
+class Items:
     """The items of a plan: their values and indexes, and the catalog that lists them.
 
     The stages only hand the items on. Of a catalog each rank makes its parts; rank 0 joins them.
@@ -79,21 +79,27 @@ class Items(Protocol):
 
     def resolve(self, item: Any) -> Any:
         """Return the tensor to copy, or an io.BytesIO for a byte item."""
+        raise AssertionError(f"{item} lies in its slot already")
 
     def index(self, item: Any) -> MetadataIndex:
         """Return what DCP knows the item by."""
+        raise NotImplementedError
 
     def fingerprint(self, items: Sequence[Any]) -> int:
         """Return a number that is the same for the same names and offsets in the same order."""
+        return hash(tuple(items))
 
     def part(self, rank: int, items: Sequence[Any], layout: Layout) -> Any:
         """Return what a segment of these items is, for the catalog."""
+        return RankItems(rank, list(map(self.index, items)), layout)
 
     def share(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Return some segments' parts, with what is equal in several of them as one object."""
+        return parts
 
     def catalog(self, parts: Sequence[Any]) -> Catalog:
         """Return the catalog of all segments, in their order. Called on rank 0."""
+        raise NotImplementedError
 
 
 TAIL_ROOM = 1 << 20
@@ -395,18 +401,6 @@ class Staged(Filled):
     """This rank's sealed segment, and that of its frozen items."""
 
     segment: Segment
-
-
-class IndexedItems:
-    """Items that the catalog names by DCP's index of each."""
-
-    index: Callable[[Any], MetadataIndex]
-
-    def part(self, rank: int, items: Sequence[Any], layout: Layout) -> RankItems:
-        return RankItems(rank, list(map(self.index, items)), layout)
-
-    def share(self, parts: Sequence[RankItems]) -> Sequence[RankItems]:
-        return parts
 
 
 @value_class
