@@ -6,6 +6,6 @@ This room may import memory, storage and what lies below them. Read its modules 
 `queue` (what awaits its flush, and when), `commit` (the order that makes a checkpoint durable),
 `parts` (what each node puts, for itself and for lost nodes), `upload` (the bytes), `reuse`
 (what isn't sent again), `exporter` (starts the process that exports), `orphans` (what attempts
-leave behind), `metering` (counts and limits), `progress` (what is written down), `retention` (what
-leaves storage), `ownership` (which run may commit and delete).
+leave behind), `metering` (counts, limits, and what is written down), `retention` (what leaves
+storage), `ownership` (which run may commit and delete).
 """

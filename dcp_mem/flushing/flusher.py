@@ -21,10 +21,9 @@ from dcp_mem.flushing.commit import (
     flush,
 )
 from dcp_mem.flushing.exporter import JobExporter
-from dcp_mem.flushing.metering import Throttle
+from dcp_mem.flushing.metering import FlushAttempt, Throttle, add_to_stored_history
 from dcp_mem.flushing.ownership import Ownership
 from dcp_mem.flushing.parts import FlushJob
-from dcp_mem.flushing.progress import FlushAttempt, add_to_stored_history
 from dcp_mem.flushing.queue import FlushQueue
 from dcp_mem.flushing.registration import Registration, environment_of
 from dcp_mem.flushing.retention import Retainer
@@ -269,13 +268,14 @@ class JobFlusher:
             checkpoint = replace(
                 checkpoint, manifest=memory.generations.raised(checkpoint.manifest)
             )
+        attempt.count_retries_of(storage)
         was_put = self.queue.known_state(checkpoint).was_put
         job = FlushJob(
             checkpoint=checkpoint,
             node=memory.node,
             storage=storage,
             overwrite=registration.overwrite,
-            meter=attempt.meter(storage),
+            meter=attempt,
             throttle=destination.throttle,
             lost=lost,
             damaged=damaged,

@@ -4,8 +4,8 @@ A follower looks at memory and storage, again and again. What is new is elected 
 does it, and handed out under a lease:
 
     follower    `follow`, and the iteration: look, take, hand out
-    hold        the reader that opens the newest, and keeps it open by links of its own
-    checkpoint  what the loop body gets of it: loads, and files for programs that take a path
+    checkpoint  the reader that opens the newest, and keeps it open by links of its own; and what
+                the loop body gets of it: loads, and files for programs that take a path
 
 `policy/following.py` decides what is new, `loading/survey.py` looks at storage. This room may
 import `functional` and what lies below it.

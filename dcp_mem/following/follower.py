@@ -33,8 +33,7 @@ from dcp_mem.errors import (
     StorageUnavailable,
     WaitTimeout,
 )
-from dcp_mem.following.checkpoint import FollowedCheckpoint
-from dcp_mem.following.hold import HoldingReader
+from dcp_mem.following.checkpoint import FollowedCheckpoint, HoldingReader
 from dcp_mem.loading.find import elect_together, open_next
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.memory.job import jobs_in
