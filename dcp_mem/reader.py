@@ -56,7 +56,7 @@ from dcp_mem.planning.reads import Reads
 from dcp_mem.policy.election import RecoveryPlan
 from dcp_mem.runtime import states
 from dcp_mem.saving.overlap import wait_for_copies
-from dcp_mem.storage.routes import storage_of
+from dcp_mem.storage.routes import open_storage
 
 
 @takes(ReaderOptions, DEFAULTS)
@@ -368,7 +368,10 @@ class MemoryStorageReader(StorageReader):
         chosen = self.settings
         has_memory = os.path.isdir(os.path.join(chosen.memory_root, chosen.job))
         memory = JobMemory(chosen.memory_root, chosen.job) if has_memory else None
-        return Places(memory, storage_of(chosen), chosen.job)
+        storage = (
+            open_storage(chosen.url, chosen.storage_options) if chosen.url is not None else None
+        )
+        return Places(memory, storage, chosen.job)
 
     def _read(self, plan: LoadPlan | Reads, planner: LoadPlanner) -> None:
         load, opened, self._opened = self._load, self._opened, None

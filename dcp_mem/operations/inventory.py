@@ -20,6 +20,7 @@ from dcp_mem.policy.order import newest_first
 from dcp_mem.runtime.states import place_of, status_of, with_exports
 from dcp_mem.storage import OfOneFile, StoredFiles
 from dcp_mem.storage.listing import (
+    Snapshot,
     StoredCheckpoint,
     checkpoint_names,
     committed_under,
@@ -27,7 +28,6 @@ from dcp_mem.storage.listing import (
 )
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
 from dcp_mem.storage.routes import storage_of
-from dcp_mem.storage.snapshot import Snapshot, cache_under
 
 _GONE = "storage has it no more"
 
@@ -61,12 +61,8 @@ def list_checkpoints(
     local, storage = in_memory(settings), storage_of(settings, retry_policy)
     if storage is None:
         return _with_exports(settings, local)
-    if storage.url.startswith("/"):  # the file system keeps what it has read
-        return _with_exports(settings, merged(local, on_storage(storage)))
-    cache = cache_under(settings.memory_root, storage.url)
-    found = on_storage(Snapshot(storage, cache))
-    if cache is not None:
-        cache.drop_unused()
+    is_directory = storage.url.startswith("/")
+    found = on_storage(storage if is_directory else Snapshot(storage))
     return _with_exports(settings, merged(local, found))
 
 

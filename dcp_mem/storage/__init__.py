@@ -7,7 +7,7 @@ config and what lies below them. Read its modules in this order: this one (the i
 `posix` with `posix_upload`, `posix_paths` and `posix_mounts`, `fsspec_route`, `s3` with
 `s3_client`, `gcs` (S3's route in another dialect), `azure` with `azure_client`, `file_system` and
 `streams` (shared by routes), `translate` (errors), `listing` (what is committed), `leases` (who
-reads), `snapshot` (for those who look at many checkpoints).
+reads).
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from dcp_mem.storage.posix_paths import link_target, name_behind_link
 T = TypeVar("T")
 
 _END_OF_METADATA = 4096
+_MOST_KEYS = 3_000
+"""A listing of more keys is slower than a few short ones side by side."""
 _OF_THE_DISK = "lost+found"
 _NO_MANIFEST = "its manifest is missing, and the checksums with it (torch's own readers need none)"
 _REJECTION = re.compile(r"rejected-([0-9a-f]{8})\.json")
@@ -338,3 +340,41 @@ def _lost(named: Collection[str], entries: Mapping[str, Entry]) -> str:
     """Return what to say of a checkpoint whose `.metadata` names segments that aren't there."""
     missing = sorted(file for file in named if file not in entries)
     return f"lost: {len(missing)} of {len(named)} segments are missing ({missing[0]})"
+
+
+# -- many names -----------------------------------------------------------------------------------
+
+
+class Snapshot:
+    """A storage as it is listed once, for who looks at many checkpoints and changes nothing.
+
+    One listing serves all checkpoints, where it isn't too long.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.url, self.get, self.read_into = storage.url, storage.get, storage.read_into
+        self._storage, self._directories = storage, _by_directory(storage.tree(_MOST_KEYS))
+
+    def ls(self, prefix: str) -> list[Entry]:
+        if self._directories is None:
+            return self._storage.ls(prefix)
+        return self._directories.get(prefix, [])
+
+
+def _by_directory(tree: Sequence[tuple[str, Entry]] | None) -> dict[str, list[Entry]] | None:
+    """Return a tree's entries by their directory, with directories as entries of those above."""
+    if tree is None:
+        return None
+    found: dict[str, list[Entry]] = {"": []}
+    for directory, entry in tree:
+        _add_directory(found, directory)
+        found[directory].append(entry)
+    return found
+
+
+def _add_directory(found: dict[str, list[Entry]], directory: str) -> None:
+    if directory not in found:
+        found[directory] = []
+        above, _, name = directory.rpartition("/")
+        _add_directory(found, above)
+        found[above].append(Entry(name, 0, is_directory=True))
