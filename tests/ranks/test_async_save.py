@@ -90,11 +90,8 @@ def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
     places: Places, ranks: int
 ) -> None:
     """Asynchronous saves in a row, the third followed by a plain one, all by one writer."""
-    executors = ["process", "thread", "process", "process"]
-    with places.writer(
-        keep_memory=2, agent="process" if "process" in executors else "thread"
-    ) as writer:
-        for step, executor in enumerate(executors):
+    with places.writer(keep_memory=2, agent="process") as writer:
+        for step, executor in enumerate(["process", "thread", "process", "process"]):
             state = _state(step)
             future = _start(writer, state, f"step-{step}", executor)
             _spoil(state, future, executor)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-from dcp_mem import CheckpointManager, ConfigError, MemoryStorageWriter, TrainState
+from dcp_mem import CheckpointManager, MemoryStorageWriter, TrainState
 from tests.support.checkpoints.held import (
     rejected_in,
     sizes_in,
@@ -362,11 +362,6 @@ def test_a_train_state_proposes_the_parameters_that_do_not_train(memory_job: Job
         assert saved(4)[0] == 8
         model[0].requires_grad_(True)
         assert saved(5)[0] == 4
-
-
-def test_a_declaration_of_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="frozen="):
-        MemoryStorageWriter(None, job="job", frozen=[3])  # type: ignore[list-item]
 
 
 def test_with_parity_it_has_no_effect(memory_job: Job, caplog: pytest.LogCaptureFixture) -> None:

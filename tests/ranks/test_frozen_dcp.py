@@ -213,7 +213,6 @@ needs_no_collectives = pytest.mark.skipif(
 @needs_no_collectives
 @on_ranks(2)
 def test_ranks_that_save_alone_share_each_by_itself(memory_job: Job) -> None:
-    """Return what differs in a load of each save's own part, and whether links are as they were."""
     state, rank, found = _state(), dist.get_rank(), []
     with memory_job.writer(frozen="base.*", agent="thread") as writer:
         for step in range(1, 5):
