@@ -106,25 +106,6 @@ def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
 
 
 @needs_processes
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
-@on_ranks("ranks", timeout=100)
-def test_saves_in_another_process_may_be_under_way_several_at_once(
-    places: Places, ranks: int
-) -> None:
-    with places.writer(keep_memory=5, agent="process", persist=False) as writer:
-        under_way = []
-        for step in range(4):
-            state = _state(step)
-            under_way.append(_start(writer, state, f"step-{step}", "process"))
-            _spoil(state, under_way[-1], "process")
-        for step, future in enumerate(under_way):
-            future.result(timeout=60)
-            comes_back(places, f"step-{step}", _state(step), roads=("memory",))
-        if dist.is_initialized():
-            dist.barrier()
-
-
-@needs_processes
 @pytest.mark.parametrize(
     "point",
     with_variants(["stage.copied", "stage.sealed", "complete.receipts"], gate=["stage.sealed"]),
