@@ -190,11 +190,6 @@ def test_training_waits_for_no_tracker(memory_root: Path) -> None:
     assert len(tracker.of("save")) == 3
 
 
-def test_something_that_is_no_tracker_is_refused(memory_root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"give a list of objects with track\(\)"):
-        _manager(memory_root, None, "metrics.jsonl")  # type: ignore[arg-type]
-
-
 def _live(memory: str, metrics: str) -> None:
     """Two ranks, each a node of its own."""
     root = Path(memory, f"node{dist.get_rank()}")

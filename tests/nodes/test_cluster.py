@@ -7,9 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import psutil
 import pytest
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
-from tests.support.nodes.cluster import MEMORY, Cluster, Node, job_on_nodes
+from tests.support.nodes.cluster import MEMORY, Cluster, job_on_nodes
 
 _MIB = 1 << 20
 _STARTED_SECONDS = 60.0
@@ -110,69 +108,6 @@ def test_a_rank_gets_an_error_when_the_other_node_is_lost(
     assert (" by peer" in survivor.output) != silently, "closed or reset by peer"
     assert ("imed out" in survivor.output) == silently
     assert ending.exit_code == -signal.SIGKILL
-
-
-# -- the network -----------------------------------------------------------------------------------
-
-_SINK = """
-import socket, time
-with socket.create_server(("", 5001)) as server:
-    print("listening", flush=True)
-    connection, _ = server.accept()
-    start, received = time.perf_counter(), 0
-    while data := connection.recv(1 << 20):
-        received += len(data)
-    print(received / (time.perf_counter() - start))
-"""
-_SEND = """
-import socket, sys
-with socket.create_connection((sys.argv[1], 5001)) as connection:
-    connection.sendall(bytes(int(sys.argv[2])))
-"""
-
-
-@contextlib.contextmanager
-def _speaking(node: Node, code: str, *args: str) -> Iterator[tuple[IO[str], IO[str]]]:
-    """Python code that runs on a node: what it is told, what it says."""
-    command = node.inside([sys.executable, "-S", "-c", code, *args])
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield process.stdin, process.stdout
-        finally:
-            for child in psutil.Process(process.pid).children():
-                with contextlib.suppress(psutil.NoSuchProcess):  # It has ended by itself.
-                    child.kill()
-
-
-def _bytes_per_second(sender: Node, receiver: Node, nbytes: int) -> float:
-    with _speaking(receiver, _SINK) as (_, sink):
-        assert sink.readline() == "listening\n"
-        subprocess.run(
-            sender.inside([sys.executable, "-S", "-c", _SEND, receiver.address, str(nbytes)]),
-            check=True,
-        )
-        return float(sink.readline())
-
-
-@pytest.mark.nodes(3)
-def test_a_throttled_node_sends_and_receives_no_faster_than_its_limit(cluster: Cluster) -> None:
-    throttled, other, third = cluster.nodes
-    limit = 200e6 / 8
-    throttled.throttle("200mbit")
-    for sender, receiver in ((throttled, other), (other, throttled)):
-        found = [_bytes_per_second(sender, receiver, 8 * _MIB) for _ in range(3)]
-        # On a busy machine a receiver that begins late finds much in its buffers, and one that is
-        # kept waiting is slow.
-        assert min(found) < limit * 1.2
-        assert max(found) > limit / 4
-    assert max(_bytes_per_second(other, third, 32 * _MIB) for _ in range(3)) > 4 * limit
-    throttled.throttle(None)
-    for sender, receiver in ((throttled, other), (other, throttled)):
-        assert max(_bytes_per_second(sender, receiver, 32 * _MIB) for _ in range(3)) > 4 * limit
 
 
 # -- nothing is left -------------------------------------------------------------------------------

@@ -90,11 +90,8 @@ def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
     places: Places, ranks: int
 ) -> None:
     """Asynchronous saves in a row, the third followed by a plain one, all by one writer."""
-    executors = ["process", "thread", "process", "process"]
-    with places.writer(
-        keep_memory=2, agent="process" if "process" in executors else "thread"
-    ) as writer:
-        for step, executor in enumerate(executors):
+    with places.writer(keep_memory=2, agent="process") as writer:
+        for step, executor in enumerate(["process", "thread", "process", "process"]):
             state = _state(step)
             future = _start(writer, state, f"step-{step}", executor)
             _spoil(state, future, executor)
@@ -106,25 +103,6 @@ def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
         job = Path(places.memory, places.job)
         kept = sorted(path.name for path in job.iterdir() if path.is_dir() and path.name[0] != ".")
         assert len(kept) == 2, kept
-
-
-@needs_processes
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
-@on_ranks("ranks", timeout=100)
-def test_saves_in_another_process_may_be_under_way_several_at_once(
-    places: Places, ranks: int
-) -> None:
-    with places.writer(keep_memory=5, agent="process", persist=False) as writer:
-        under_way = []
-        for step in range(4):
-            state = _state(step)
-            under_way.append(_start(writer, state, f"step-{step}", "process"))
-            _spoil(state, under_way[-1], "process")
-        for step, future in enumerate(under_way):
-            future.result(timeout=60)
-            comes_back(places, f"step-{step}", _state(step), roads=("memory",))
-        if dist.is_initialized():
-            dist.barrier()
 
 
 @needs_processes

@@ -30,8 +30,6 @@ from dcp_mem import (
     MemoryStorageWriter,
     RankFailed,
     State,
-    every_n_saves,
-    every_seconds,
 )
 from tests.support.checkpoints.jobs import Job, agents, load_anew, make_state, save, wait_until
 from tests.support.checkpoints.plans import SAVES, save_by_torch
@@ -43,63 +41,6 @@ _UNREACHABLE = "http://127.0.0.1:9"  # the discard port, where nothing listens
 
 
 # -- arguments -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            {"path": "sx3://bucket/run"},
-            r"fsspec knows no protocol 'sx3' \(is it a typing error\?\)",
-        ),
-        ({"path": "s3://"}, "a bucket, container or directory is missing"),
-        ({"path": " "}, "give a directory, an fsspec URL"),
-        ({"path": None}, r"give job='my-run'"),
-        ({"path": "run", "job": "../other"}, "up to 128 letters"),
-        ({"path": b"run"}, "give a text or a path, not a bytes"),
-        ({"path": 7}, "path=7: give a text or a path, not an int"),
-        ({"path": "run", "job": 7}, "job=7: give a text or a path"),
-        ({"path": "run", "memory_root": 7}, "memory_root=7: give a text or a path"),
-        (
-            {"path": "run", "storage_options": "secret"},
-            "^storage_options is a str: give a mapping, as fsspec takes it$",
-        ),
-        ({"path": "run", "memory_limit": 0}, "give bytes, or a text such as"),
-        ({"path": "run", "keep_memory": "2"}, "give a number of checkpoints"),
-        ({"path": "run", "keep_memory": 0}, "at least 1"),
-        ({"path": "run", "memory_limit": "lots"}, "give bytes, or a text such as '64GiB'"),
-        (
-            {"path": "run", "upload_limit": "fast"},
-            "^upload_limit='fast': give bytes, or a text such as",
-        ),
-        ({"path": "run", "upload_limit": "0 MB"}, "^upload_limit='0 MB': give bytes"),
-        ({"path": "run", "on_full": "panic"}, "choose 'wait', 'skip' or 'raise'"),
-        ({"path": "run", "agent": "fork"}, "choose 'process' or 'thread'"),
-        (
-            {"path": "run", "persist": 10},
-            r"every_n_saves\(n\), every_n_steps\(n\) or every_seconds\(s\)",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused_at_once_with_what_to_give(
-    arguments: dict[str, object], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        MemoryStorageWriter(**arguments)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: every_n_saves(0),
-        lambda: every_n_saves(True),
-        lambda: every_seconds(0),
-        lambda: every_seconds(-1),
-    ],
-)
-def test_bad_policies_are_refused(make: object) -> None:
-    with pytest.raises(ConfigError):
-        make()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

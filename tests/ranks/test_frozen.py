@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-from dcp_mem import CheckpointManager, ConfigError, MemoryStorageWriter, TrainState
+from dcp_mem import CheckpointManager, MemoryStorageWriter, TrainState
 from tests.support.checkpoints.held import (
     rejected_in,
     sizes_in,
@@ -30,6 +30,7 @@ from tests.support.checkpoints.held import (
     wait_for_comparisons,
 )
 from tests.support.checkpoints.jobs import Job, occupied, wait_for_spare_slots, wait_until
+from tests.support.checkpoints.plans import TorchPlanner, save_by
 from tests.support.command import command
 from tests.support.processes import faults
 from tests.support.processes.forks import forked, forked_ranks, forking, on_ranks, raised_by
@@ -49,8 +50,12 @@ def make_state() -> State:
 
 def save(writer: MemoryStorageWriter, state: State, step: int, road: str = "dcp_mem") -> None:
     state["adapter.a"].fill_(step)
-    call = dcp_mem.save if road == "dcp_mem" else dcp.save
-    call(dict(state), checkpoint_id=f"step-{step}", storage_writer=writer)
+    save_by(
+        {"dcp_mem": "dcp_mem.save", "dcp": "dcp.save"}.get(road, road),
+        writer,
+        dict(state),
+        f"step-{step}",
+    )
 
 
 def assert_holds(job: Job, state: State, step: int, root: Path | None = None) -> None:
@@ -364,11 +369,6 @@ def test_a_train_state_proposes_the_parameters_that_do_not_train(memory_job: Job
         assert saved(5)[0] == 4
 
 
-def test_a_declaration_of_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="frozen="):
-        MemoryStorageWriter(None, job="job", frozen=[3])  # type: ignore[list-item]
-
-
 def test_with_parity_it_has_no_effect(memory_job: Job, caplog: pytest.LogCaptureFixture) -> None:
     state = make_state()
     with memory_job.writer(frozen="base.*", redundancy=dcp_mem.parity(2), agent="thread") as writer:
@@ -426,14 +426,16 @@ def _sharded(base: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(base.chunk(size)[rank].clone(), mesh, [Shard(0)])
 
 
-def _save_on_ranks(job: Job) -> list[bool]:
+def _save_on_ranks(job: Job, roads: tuple[str, str]) -> list[bool]:
     state = {**make_state(), "base.a": _sharded(make_state()["base.a"].repeat(2))}
     inodes, equal = [], []
     with job.writer(frozen="base.*", agent="thread") as writer:
+        planner = TorchPlanner() if roads[0] == "torch's planner" else None
+        writer.prepare(state, planner).wait()
         for step in range(1, 6):
             if step == 4 and dist.get_rank() == 1:
                 state["base.a"].to_local().data.add_(1)  # type: ignore[attr-defined]
-            save(writer, state, step, "dcp" if step % 2 else "dcp_mem")
+            save(writer, state, step, roads[step % 2])
             out = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
             dcp_mem.load(out, checkpoint_id=f"step-{step}", storage_reader=job.reader())
             equal.append(all(_is_equal(out[name], state[name]) for name in state))
@@ -449,8 +451,9 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(here, there)
 
 
-def test_each_rank_shares_by_itself(memory_job: Job) -> None:
-    first, second = forked_ranks(_save_on_ranks, 2, memory_job)
+@pytest.mark.parametrize("roads", [("dcp_mem", "dcp"), ("torch's planner",) * 2], ids=str)
+def test_each_rank_shares_by_itself(memory_job: Job, roads: tuple[str, str]) -> None:
+    first, second = forked_ranks(_save_on_ranks, 2, memory_job, roads)
     assert first == [True, False, False, False, False]
     assert second == [True, False, False, True, False]
     whole = torch.zeros(2 << 20)
@@ -469,24 +472,27 @@ def _connections() -> set[tuple[Any, Any]]:
     return {(one.laddr, one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED}
 
 
+@pytest.mark.parametrize("road", ["dcp_mem", "torch's planner"])
 @on_ranks(2, env={"DCP_MEM_TIMEOUT": "30"})
-def test_a_save_that_fails_on_one_rank_leaves_no_link(memory_job: Job) -> None:
+def test_a_save_that_fails_on_one_rank_leaves_no_link(memory_job: Job, road: str) -> None:
     state = make_state()
     state["base.a"] = _sharded(state["base.a"].repeat(2))
     outcomes = []
     with memory_job.writer(frozen="base.*", agent="thread") as writer:
-        save(writer, state, 1)
+        save(writer, state, 1, road)
         for number, point in enumerate(POINTS):
-            save(writer, state, 10 * number + 2)
+            save(writer, state, 10 * number + 2, road)
             if dist.get_rank() == number % 2:
                 faults.arm(f"{point}:raise:1")
             before = _connections()
-            failed = raised_by(lambda: save(writer, state, 10 * number + 3))  # noqa: B023
+            failed = raised_by(lambda: save(writer, state, 10 * number + 3, road))  # noqa: B023
             faults.arm("")
             outcomes.append(failed is not None)
-            if "sealed" in point:  # all ranks have been told, so none has left the others
+            if (
+                "sealed" in point and road == "dcp_mem"
+            ):  # all ranks have been told, so none has left the others
                 assert before <= _connections()
-            save(writer, state, 10 * number + 4)
+            save(writer, state, 10 * number + 4, road)
             dist.barrier()
         rank = dist.get_rank()
         mine = {path.stat() for path in memory_job.directory.glob(f"step-*/__{rank}_1-*.distcp")}

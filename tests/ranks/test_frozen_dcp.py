@@ -15,14 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
 from dcp_mem import MemoryStorageWriter
 from tests.support.checkpoints.jobs import Job, occupied, wait_until
-from tests.support.processes import faults
-from tests.support.processes.forks import forked_ranks, on_ranks, raised_by
+from tests.support.processes.forks import on_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -213,7 +210,6 @@ needs_no_collectives = pytest.mark.skipif(
 @needs_no_collectives
 @on_ranks(2)
 def test_ranks_that_save_alone_share_each_by_itself(memory_job: Job) -> None:
-    """Return what differs in a load of each save's own part, and whether links are as they were."""
     state, rank, found = _state(), dist.get_rank(), []
     with memory_job.writer(frozen="base.*", agent="thread") as writer:
         for step in range(1, 5):
@@ -251,68 +247,3 @@ def test_copies_of_an_asynchronous_save_share_nothing_and_say_so(
     assert [line for line in caplog.messages if "frozen" in line] == [
         "frozen= has no effect: torch plans this asynchronous save, of private copies"
     ]
-
-
-# -- several ranks --------------------------------------------------------------------------------
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
-
-
-def _saves_on_ranks(job: Job) -> list[Any]:
-    rank, state, planner = dist.get_rank(), _state(), Own()
-    whole = state["base.a"].clone()
-    mesh, local = init_device_mesh("cpu", (2,)), whole.chunk(2)[rank].clone()
-    state["base.a"] = DTensor.from_local(local, mesh, [Shard(0)])
-    found: list[Any] = []
-    with job.writer(frozen="base.*", agent="thread") as writer:
-        writer.prepare(state, planner).wait()
-        for step in range(1, 5):
-            if step == 3 and rank == 1:
-                local.data.add_(1)
-                whole[whole.numel() // 2 :] += 1
-            dist.barrier()
-            _save(writer, state, step, planner)
-            out = {name: torch.zeros_like(value) for name, value in state.items()}
-            dcp_mem.load(out, checkpoint_id=f"step-{step}", storage_reader=job.reader())
-            found.append(torch.equal(_local(out["base.a"]), local))
-            found.append(torch.equal(out["base.b"], state["base.b"]))
-            dist.barrier()
-        found.append([names for _, names in _frozen(job, rank).values()])
-        dist.barrier()
-    return found
-
-
-def test_each_rank_shares_by_itself_whoever_plans(memory_job: Job) -> None:
-    for found in forked_ranks(_saves_on_ranks, 2, memory_job):
-        assert found == [True] * 8 + [[2, 2]]
-    whole = torch.zeros(_BASE)
-    dcp.load({"base.a": whole}, checkpoint_id=str(memory_job.directory / "step-4"))
-    expected = _state()["base.a"]
-    expected[_BASE // 2 :] += 1
-    assert torch.equal(whole, expected)
-
-
-def _fails_on_a_rank(job: Job) -> list[bool]:
-    state, planner, failed = _state(), Own(), []
-    with job.writer(frozen="base.*", agent="thread") as writer:
-        _save(writer, state, 1, planner)
-        for number, point in enumerate(("frozen.sealed", "stage.sealed", "complete.receipts")):
-            if dist.get_rank() == number % 2:
-                faults.arm(f"{point}:raise:1")
-            step = 10 * number + 2
-            failed.append(raised_by(lambda: _save(writer, state, step, planner)) is not None)  # noqa: B023
-            faults.arm("")
-            _save(writer, state, step + 1, planner)
-            dist.barrier()
-    return failed
-
-
-def test_a_save_that_fails_on_one_rank_fails_on_all_whoever_plans(memory_job: Job) -> None:
-    for failed in forked_ranks(_fails_on_a_rank, 2, memory_job, env={"DCP_MEM_TIMEOUT": "30"}):
-        assert failed == [True] * 3
-    state = _state()
-    state["adapter"].fill_(23)
-    _assert_holds(memory_job, state, 23)

@@ -272,32 +272,6 @@ def test_advice_goes_by_what_saves_take(memory_root: Path, url: Path) -> None:
         assert "MTBF 12 h" in str(advice)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"on_error": "stop"}, "on_error"),
-        ({"save_interval_steps": 0}, "save_interval_steps"),
-        ({"save_interval_steps": 1.5}, "save_interval_steps"),
-        ({"keep_memory": 0}, "at least 1"),
-        ({"keep_storage": "all"}, "keep_storage"),
-        ({"preemption": "SIGWHAT"}, "SIGWHAT"),
-        ({"preemption": ["SIGKILL"]}, "SIGKILL"),
-        ({"preemption": "SIGTERM", "preemption_deadline": 0}, "preemption_deadline"),
-    ],
-)
-def test_arguments_that_cannot_work(
-    memory_root: Path, url: Path, options: dict[str, Any], match: str
-) -> None:
-    with pytest.raises(ConfigError, match=match):
-        _manager(memory_root, url, **options)
-
-
-@pytest.mark.parametrize("step", [-1, None, "1", 1.0, True])
-def test_a_step_is_a_number(memory_root: Path, step: Any) -> None:
-    with _manager(memory_root, None) as manager, pytest.raises(ConfigError, match="step="):
-        manager.save(step, {"n": 1})
-
-
 # -- several ranks ---------------------------------------------------------------------------------
 
 

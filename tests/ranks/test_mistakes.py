@@ -71,40 +71,6 @@ def test_a_state_that_is_no_dict_raises_from_each_call_of_a_manager(
         assert manager.latest() == 1
 
 
-def test_a_state_that_is_no_dict_raises_from_each_function(memory_root: Path) -> None:
-    writer = MemoryStorageWriter(memory_root=memory_root, job="job")
-    reader = MemoryStorageReader(memory_root=memory_root, job="job")
-    model: Any = nn.Linear(2, 2)
-    calls = [
-        lambda: dcp_mem.save(model, checkpoint_id="a", storage_writer=writer),
-        lambda: dcp_mem.async_save(model, checkpoint_id="a", storage_writer=writer),
-        lambda: dcp_mem.load(model, storage_reader=reader),
-        lambda: writer.prepare(model),
-    ]
-    with writer:
-        assert [str(raised_by(call)) for call in calls] == [
-            'state: give a dict such as {"app": TrainState(model, optimizer)}, not a Linear'
-        ] * len(calls)
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ("/ckpts/run", "is '/ckpts/run'"),
-        (Path("/ckpts/run"), "is a PosixPath"),
-        (MemoryStorageWriter, "is the class MemoryStorageWriter"),
-        (MemoryStorageReader, "is the class MemoryStorageReader"),
-    ],
-)
-def test_a_path_is_no_writer_and_no_reader(given: Any, text: str) -> None:
-    state = {"n": 1}
-    for save in (dcp_mem.save, dcp_mem.async_save):
-        with pytest.raises(ConfigError, match=rf"storage_writer {text}: .*MemoryStorageWriter\(pa"):
-            save(state, checkpoint_id="a", storage_writer=given)
-    with pytest.raises(ConfigError, match=rf"storage_reader {text}: .*MemoryStorageReader\(path\)"):
-        dcp_mem.load(state, storage_reader=given)
-
-
 def _wrong_on_rank_1(root: str) -> list[str]:
     rank, found = dist.get_rank(), []
     with CheckpointManager(memory_root=root, job="job") as manager:
@@ -542,9 +508,3 @@ def test_what_is_on_storage_is_for_those_whom_the_umask_or_storage_mode_admits(
             else:
                 assert "that you may read there" in told
                 assert "write" not in told
-
-
-@pytest.mark.parametrize("mode", [0o444, 0o750, 640, "0o640", True])
-def test_a_storage_mode_is_a_mode_of_files(mode: Any) -> None:
-    with pytest.raises(ConfigError, match=r"storage_mode=.*as 0o640"):
-        CheckpointManager("/ckpts/run", storage_mode=mode)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_mem
-from dcp_mem import ConfigError, MemoryStorageWriter, State, parity
+from dcp_mem import MemoryStorageWriter, State, parity
 from tests.support.checkpoints.held import manifest_in
 from tests.support.checkpoints.jobs import occupied, wait_until
 from tests.support.processes.forks import forked_ranks
@@ -103,10 +103,3 @@ def test_parity_over_four_nodes_takes_at_most_three_tenths_more_memory(memory_ro
     (memory_root / "b").mkdir(0o700)
     alone = max(forked_ranks(_takes, 5, memory_root / "a", None))
     assert max(forked_ranks(_takes, 5, memory_root / "b", parity(4))) <= 1.3 * alone
-
-
-def test_parity_that_cannot_work_is_refused(memory_root: Path) -> None:
-    with pytest.raises(ConfigError, match="replicas=1"):
-        parity(1)
-    with pytest.raises(ConfigError, match="no replicas="):
-        MemoryStorageWriter(memory_root=memory_root, job="job", redundancy=parity(2), replicas=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_mem import CheckpointManager, ConfigError
+from dcp_mem import CheckpointManager
 from tests.support.checkpoints.jobs import wait_until
 
 pytestmark = pytest.mark.slow
@@ -194,11 +194,6 @@ def test_a_manager_that_is_entered_again_listens_again(memory_root: Path, tmp_pa
         with manager:
             assert signal.getsignal(signal.SIGUSR1) != before
         assert signal.getsignal(signal.SIGUSR1) == before
-
-
-def test_it_takes_a_place_to_go_to(memory_root: Path) -> None:
-    with pytest.raises(ConfigError, match="give a path"):
-        CheckpointManager(memory_root=memory_root, job="job", preemption="SIGTERM")
 
 
 _HOLDS = """

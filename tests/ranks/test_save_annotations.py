@@ -3,7 +3,6 @@
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,23 +72,6 @@ def test_it_stays_with_a_save_that_torch_plans(memory_root: Path, tmp_path: Path
             {"w": torch.ones(1).as_subclass(_Subclass)}, checkpoint_id="b", storage_writer=writer
         )
         assert [one.step for one in writer.status()] == [2, 1]
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"step": -1},
-        {"step": True},
-        {"step": 1.5},
-        {"metrics": [1]},
-        {"metrics": {"loss": "low"}},
-        {"metrics": {1: 1}},
-    ],
-)
-def test_what_is_no_step_and_no_figure_is_refused(memory_root: Path, said: Any) -> None:
-    writer = MemoryStorageWriter(memory_root=memory_root, job="job")
-    with pytest.raises(ConfigError, match=r"step=|metrics"):
-        writer.annotate_next_save(**said)
 
 
 def test_figures_that_are_no_numbers_come_back_as_such(memory_root: Path) -> None:

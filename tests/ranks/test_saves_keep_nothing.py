@@ -17,7 +17,6 @@ from tests.support.processes.forks import forked, in_process
 def test_a_tensor_is_freed_after_each_kind_of_save_though_no_collector_runs(
     places: Places, road: str
 ) -> None:
-    """Save in every way; return the ways after which a saved tensor was still alive."""
     gc.disable()
     kept = []
     with places.writer(keep_memory=2) as writer:

@@ -87,7 +87,6 @@ def test_torch_plans_all_saves_and_loads_of_ranks_under_torchrun(
 
 @on_ranks(2, env=SWITCH)
 def test_the_log_says_once_that_torch_plans_and_errors_reach_all_ranks(places: Places) -> None:
-    """Return what the log says of saves and of loads."""
     rank, model = dist.get_rank(), torch.nn.Linear(3, 3)
     with logged() as lines, places.writer(persist=False) as writer:
         for step in range(2):

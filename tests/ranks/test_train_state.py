@@ -428,17 +428,6 @@ def test_a_rank_without_anything_of_its_own_in_the_checkpoint_keeps_what_it_has(
     ]
 
 
-@pytest.mark.parametrize("argument", ["scheduler", "dataloader"])
-def test_what_has_no_state_is_refused(argument: str) -> None:
-    with pytest.raises(ConfigError, match=f"{argument} is a list"):
-        TrainState(nn.Linear(2, 2), **{argument: []})  # type: ignore[arg-type]
-
-
-def test_extra_values_without_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="names as keys"):
-        TrainState(nn.Linear(2, 2), extra={1: "one"})  # type: ignore[dict-item]
-
-
 def test_an_optimizer_of_parameters_that_the_model_lacks_is_refused() -> None:
     model, head = nn.Linear(3, 3), nn.Linear(3, 2)
     optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])

@@ -55,7 +55,7 @@ def test_what_never_reaches_storage_is_not_waited_for(memory_root: Path) -> None
 )
 @on_ranks(2)
 def test_what_ranks_saved_alone_under_one_name_is_waited_for_on_all_of_them(job: Job) -> None:
-    """Save as a rank alone; what a wait raises while storage refuses rank 1's save."""
+    """Storage refuses rank 1's save."""
     in_the_way = Path(str(job.url), "step-1", "__1.metadata")
     with job.writer(agent="thread") as writer:
         if dist.get_rank() == 0:

@@ -19,7 +19,6 @@ from tests.storm.writers import Writers
 from tests.support.seeds import SEED
 from tests.support.storage.servers import S3Server
 
-
 _LIVES = int(os.environ.get("DCP_MEM_SOAK", "6"))
 
 

@@ -48,23 +48,6 @@ def test_help_describes_every_option_once(taker: Callable[..., Any]) -> None:
     assert [described.count(name) for name in options] == [1] * len(options), options
 
 
-@pytest.mark.parametrize(
-    ("taker", "name"),
-    [
-        *((MemoryStorageWriter, f"on_{name}") for name in ("full", "slow_storage", "replication")),
-        (MemoryStorageWriter, "agent"),
-        (CheckpointManager, "on_nonfinite"),
-        (CheckpointManager, "on_error"),
-        (CheckpointManager, "on_crash_loop"),
-    ],
-)
-def test_a_choice_that_there_is_not_is_refused_by_name(
-    taker: Callable[..., Any], name: str, memory_root: Path
-) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name}='odd': choose '\w+'.* or '\w+'$"):
-        taker(job="job", memory_root=memory_root, **{name: "odd"})
-
-
 def test_dir_lists_what_is_public() -> None:
     assert set(dir(dcp_mem)) == {*dcp_mem.__all__, "__version__"}
 

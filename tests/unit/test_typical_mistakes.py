@@ -64,6 +64,18 @@ CheckpointManager(root, on_crash_loop=True) | on_crash_loop=True: choose 'ignore
 CheckpointManager(root, compare_replicas=0) | compare_replicas=0: give a number of saves, at least 1
 CheckpointManager(root, trackers=print) | trackers=<built-in function print>: give a list of objects with track() and close()
 CheckpointManager(root, trackers=[3]) | trackers=[3]: give a list of objects with track() and close()
+CheckpointManager(root, keep_memory=0) | keep_memory=0: give a whole number, at least 1
+CheckpointManager(root, keep_storage="all") | keep_storage='all': give a number of checkpoints
+CheckpointManager(root, preemption=["SIGKILL"]) | preemption='SIGKILL': give names of signals that can be handled
+CheckpointManager(root, preemption="SIGTERM", preemption_deadline=0) | preemption_deadline=0: give a number of seconds above 0
+CheckpointManager(root, crash_loop_steps=0) | crash_loop_steps=0: give a number of steps, at least 1
+CheckpointManager(root, overlap=[None]) | overlap=None: give the optimizers whose step
+CheckpointManager(root, overlap="AdamW") | overlap='AdamW': give the optimizers whose step
+CheckpointManager(root, frozen=["base.*", None]) | frozen=['base.*', None]: give names, patterns, or a function
+CheckpointManager(root, frozen=b"base") | frozen=b'base': give names, patterns, or a function
+CheckpointManager(root, frozen=True) | frozen=True: give names, patterns, or a function
+CheckpointManager(root, trackers="metrics.jsonl") | trackers='metrics.jsonl': give a list of objects with track() and close()
+CheckpointManager(root, storage_mode=0o444) | storage_mode=0o444: give a mode of files, as 0o640 or 0o664
 """
 _WRITERS = """
 MemoryStorageWriter(root, keep_memory="3") | keep_memory='3': give a number of checkpoints, keep_last(n)
@@ -108,6 +120,16 @@ MemoryStorageWriter("s3x://bucket/run") | path='s3x://bucket/run': fsspec knows 
 MemoryStorageWriter("s3://") | path='s3://': a bucket, container or directory is missing after s3://
 MemoryStorageWriter("s3:/bucket/run") | path='s3:/bucket/run': did you mean s3://bucket/run?
 MemoryStorageWriter("s3://user:pw@bucket/run") | path=s3://… holds a password or a signature
+MemoryStorageWriter(" ") | path=' ': give a directory, an fsspec URL
+MemoryStorageWriter(b"run") | path=b'run': give a text or a path, not a bytes
+MemoryStorageWriter(root, job=7) | job=7: give a text or a path, not an int
+MemoryStorageWriter(root, job="../other") | job='../other': use up to 128 letters
+MemoryStorageWriter(root, memory_limit=0) | memory_limit=0: give bytes, or a text such as '64GiB'
+MemoryStorageWriter(root, upload_limit="0 MB") | upload_limit='0 MB': give bytes, or a text such as '64GiB'
+MemoryStorageWriter(root, frozen=2.5) | frozen=2.5: give names, patterns, or a function
+MemoryStorageWriter(root, frozen=[3]) | frozen=[3]: give names, patterns, or a function
+MemoryStorageWriter(root, storage_mode=0o750) | storage_mode=0o750: give a mode of files, as 0o640 or 0o664
+MemoryStorageWriter(root, storage_mode=True) | storage_mode=True: give a mode of files, as 0o640 or 0o664
 """
 _OTHERS = """
 MemoryStorageReader(root, keep_memory=3) | MemoryStorageReader has no option keep_memory=: MemoryStorageWriter has it
@@ -159,6 +181,25 @@ writer.annotate_next_save(step="x") | step='x': give the number of the training 
 writer.annotate_next_save(metric={"loss": 1}) | MemoryStorageWriter.annotate_next_save has no option metric=: did you mean metrics=?
 writer.prepare(model) | state: give a dict such as
 writer.close("no") | flush='no': give True or False
+every_n_saves(True) | every_n_saves(True): give a whole number of saves, at least 1
+every_seconds(0) | every_seconds(0): give a number of seconds above 0
+every_seconds(-1) | every_seconds(-1): give a number of seconds above 0
+async_save(state, checkpoint_id="a", storage_writer=root) | storage_writer is '
+async_save(state, checkpoint_id="a", storage_writer=reader) | storage_writer is a MemoryStorageReader: give an object such as MemoryStorageWriter(path)
+async_save(model, checkpoint_id="a", storage_writer=writer) | state: give a dict such as {"app": TrainState(model, optimizer)}, not a Linear
+async_save(state, checkpoint_id="a", overlap=torch.optim.SGD(model.parameters())) | overlap= needs a MemoryStorageWriter that stages by itself
+load(state, storage_reader=root) | storage_reader is '
+load(state, storage_reader=MemoryStorageReader) | storage_reader is the class MemoryStorageReader: give an object such as MemoryStorageReader(path)
+load(model, storage_reader=reader) | state: give a dict such as {"app": TrainState(model, optimizer)}, not a Linear
+TrainState(model, scheduler=[]) | scheduler is a list, which lacks state_dict() or load_state_dict()
+TrainState(model, dataloader=[]) | dataloader is a list, which lacks state_dict() or load_state_dict()
+TrainState(model, extra={1: "one"}) | extra=[1]: give names as keys
+writer.annotate_next_save(step=-1) | step=-1: give the number of the training step, 0 or more
+writer.annotate_next_save(step=True) | step=True: give the number of the training step, 0 or more
+writer.annotate_next_save(step=1.5) | step=1.5: give the number of the training step, 0 or more
+writer.annotate_next_save(metrics=[1]) | metrics=[1]: give figures by name, such as {'loss': 0.3}
+writer.annotate_next_save(metrics={"loss": "low"}) | metrics: 'loss' is 'low', which is no number
+writer.annotate_next_save(metrics={1: 1}) | metrics: 1 is no name; give texts
 """
 _CALLS = """
 manager.save(state, 1) | step is a dict: give the number of the training step, then the state
@@ -189,6 +230,7 @@ closed.save(2, state) | save() after close(): make the manager again, or enter i
 closed.restore(state) | restore() after close(): make the manager again
 closed.delete(1) | delete() after close(): make the manager again
 closed.reject(1, "NaN") | reject() after close(): make the manager again
+manager.save(True, state) | step=True: give the number of the training step, 0 or more
 """
 _LINES = [one for one in (_MANAGERS + _WRITERS + _OTHERS + _CALLS).splitlines() if one]
 
