@@ -1,26 +1,27 @@
 """One rank's part in a load of several: it reads, receives and gives pieces of segments.
 
 Each pair of ranks on two nodes has a channel for the length of a load (`comm.transfer`), each pair
-on one node a link made for the load, and each direction a thread. What several ranks of a node
-need, one of them reads, or receives, and gives to the others at once. These wait for nothing else:
-so no ranks wait for each other in a circle, and a rank keeps a few chunks at a time.
+on one node a connection made for the load, and each direction a thread. What several ranks of a
+node need, one of them reads, or receives, and gives to the others at once. These wait for nothing
+else: so no ranks wait for each other in a circle, and a rank keeps a few chunks at a time.
 
 What a neighbour gives, once the taker has dialled and greeted it:
 
     giver -> taker   per chunk: the number of the piece, and where in it; then the bytes
 
 Both know the pieces between them in the same order; chunks come in any order. Who dies, or stops,
-closes its links: the others learn of it at once.
+closes its connections: the others learn of it at once.
 """
 
 from __future__ import annotations
 
+import socket
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import field
 from functools import partial
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import described
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.greetings import Address, Door, accepted, dialled
-from dcp_mem.comm.link import Link
+from dcp_mem.comm.link import ENDED
 from dcp_mem.comm.peers import PeerLost
 from dcp_mem.comm.timed_store import NotCome
 from dcp_mem.comm.transfer import CHUNK, IncomingChunk, OutgoingChunk, receive, send
@@ -128,7 +129,7 @@ class PeerTransfer:
         # What was read and waits to be sent, by the rank of another node that gets it.
         self._waiting = {rank: deque[_ReadPiece]() for rank in self._far}
         self._channels: list[Channel] = []
-        self._takers: dict[int, Link] = {}
+        self._takers: dict[int, tuple[socket.socket, threading.Lock]] = {}
         self._changed, self._has_stopped = threading.Condition(), False
         self._own_error: Exception | None = None
         self._broken: list[Broken] = []
@@ -164,8 +165,10 @@ class PeerTransfer:
                 thread.join()
             if self._door is not None:
                 self._door.close()
-            for one in (*self._takers.values(), *self._channels):
-                one.close()
+            for channel in self._channels:
+                channel.close()
+            for connection, _ in self._takers.values():
+                connection.close()
         if self._own_error is not None:
             raise self._own_error
         return self._broken
@@ -180,7 +183,7 @@ class PeerTransfer:
         except PeerLost as error:
             self._stop(broken=(error.rank, error.text))
         except Exception as error:
-            text = str(error) if isinstance(error, RuntimeError) else described(error)
+            text = str(error) if isinstance(error, (RuntimeError, OSError)) else described(error)
             self._stop(broken=(peer, text.split("\n")[0]))
 
     def _stop(self, *, own: Exception | None = None, broken: Broken | None = None) -> None:
@@ -192,8 +195,9 @@ class PeerTransfer:
             self._broken += [broken] if broken is not None else []
             self._changed.notify_all()
             takers = list(self._takers.values())
-        for link in takers:
-            link.close()
+        for connection, _ in takers:
+            with suppress(OSError):  # wakes whoever gives; it may not be connected any more
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _raise_if_stopped(self) -> None:
         if self._has_stopped:
@@ -210,8 +214,8 @@ class PeerTransfer:
         ]
         at_once = max(1, _AT_ONCE // len(self._agreed.doors))
         for read in in_parallel(self._read_one, pieces, at_once=at_once):
-            for rank in read.piece.to if read is not None else ():
-                if rank in self._far:
+            if read is not None:
+                for rank in self._far.keys() & set(read.piece.to):
                     self._put(self._waiting[rank], read)
         with _as_own_error():
             fetch_all(self._fetcher, self._pending, self._agreed.share.alone)
@@ -329,12 +333,14 @@ class PeerTransfer:
                 rank, connection = accepted(self._door, deadline, self._look)
             except NotCome:
                 raise PeerLost(min(awaited), "it doesn't come for what it needs") from None
-            link = Link(connection, exchange_timeout())
-            if rank in awaited:
-                awaited.remove(rank)
-                with self._changed:
-                    self._takers[rank] = link
-                    self._changed.notify_all()
+            if rank not in awaited:
+                connection.close()
+                continue
+            awaited.remove(rank)
+            connection.settimeout(exchange_timeout())
+            with self._changed:
+                self._takers[rank] = connection, threading.Lock()
+                self._changed.notify_all()
 
     def _look(self) -> None:
         self._raise_if_stopped()
@@ -347,18 +353,20 @@ class PeerTransfer:
                 continue
             number = self._numbers[rank][piece[:2]]
             with self._changed:
-                self._changed.wait_for(lambda of=rank: self._has_stopped or of in self._takers)
+                while not (self._has_stopped or rank in self._takers):
+                    self._changed.wait()
                 self._raise_if_stopped()
+                connection, lock = self._takers[rank]
             for low in range(0, len(data), NEAR_CHUNK):
                 some = data[low : low + NEAR_CHUNK]
-                header = bytearray(_HEADER.pack(number, start + low - piece.start, len(some)))
                 try:
-                    with self._changed:  # several threads give
-                        self._takers[rank].send(header)
-                        sent = self._takers[rank].send(some)
-                    sent.wait()
-                except RuntimeError as error:
-                    raise PeerLost(rank, str(error)) from None
+                    with lock:  # several threads give
+                        connection.sendall(
+                            _HEADER.pack(number, start + low - piece.start, len(some))
+                        )
+                        connection.sendall(some)
+                except OSError as error:
+                    raise PeerLost(rank, f"its connection has closed: {error}") from None
 
     def _take(self, origin: int, pieces: Sequence[Piece]) -> None:
         """Take what a neighbour gives."""
@@ -366,21 +374,30 @@ class PeerTransfer:
         assert door is not None
         seconds, header = exchange_timeout(), bytearray(_HEADER.size)
         deadline, look = time.monotonic() + seconds, self._group.ranks.look
-        link = Link(dialled(*door, deadline, look, self._rank), seconds)
         left = sum(piece.stop - piece.start for piece in pieces)
-        with closing(link):
+        with closing(dialled(*door, deadline, look, self._rank)) as connection:
+            connection.settimeout(seconds)
             while left:
                 self._raise_if_stopped()
-                link.receive(header).wait()
+                _fill(connection, memoryview(header))
                 number, offset, nbytes = _HEADER.unpack(header)
                 file, (start, stop), *_ = pieces[number]
                 low, high = start + offset, start + offset + nbytes
                 if not start <= low < high <= stop:
                     raise PeerLost(origin, "it speaks otherwise")
                 data, settle = self._pending.room_for(file, low, high)
-                link.receive(data).wait()
+                _fill(connection, data)
                 self._settle(settle)
                 left -= nbytes
+
+
+def _fill(connection: socket.socket, data: memoryview) -> None:
+    """Fill memory with what comes."""
+    while data:
+        count = connection.recv_into(data)
+        if not count:
+            raise ConnectionError(ENDED)
+        data = data[count:]
 
 
 class _ReadPiece(NamedTuple):
