@@ -8,9 +8,6 @@ copied at once.
 Some set-ups break that rule, such as an optimizer that runs within the backward pass. They are
 known by their marks, and everything is copied at once then. `validate=True` finds whoever else
 breaks the rule: the checkpoint is discarded then, and never completed.
-
-The host's copies are enqueued as a device's are (`memory/device_copies.py`): a thread makes them.
-What "holds the device" holds the caller here.
 """
 
 from __future__ import annotations
@@ -285,7 +282,10 @@ class StagingCopies:
 
 
 class _HostCopies:
-    """Copies in CPU memory that a thread makes behind its caller, as a device makes its own."""
+    """Copies in CPU memory that a thread makes behind its caller, as a device makes its own.
+
+    So they are `Enqueued`, too. What "holds the device" holds the caller here.
+    """
 
     def __init__(self, columns: Columns, validate: Callable[[], None]) -> None:
         self._left, self._validate = _batches(columns), validate
