@@ -64,17 +64,24 @@ class LayoutItems:
         beyond = self.beyond(writer, number)
         in_tail = np.flatnonzero(beyond >= 0)
         ranks = self.catalog.ranks[writer[in_tail]]
-        if len(in_tail):
-            try:
-                found[:, in_tail] = np.transpose(
-                    [
-                        tails[rank][at]
-                        for rank, at in zip(ranks.tolist(), beyond[in_tail].tolist(), strict=True)
-                    ]
-                )
-            except LookupError:
-                raise ManifestInvalid(_LACKING) from None
+        found[:, in_tail] = extents_in_tails(ranks, beyond[in_tail], tails)
         return found
+
+
+def extents_in_tails(ranks: Ints, numbers: Ints, tails: Tails) -> Ints:
+    """Return offset and length of each item with this number in this rank's tail: int64[2, items].
+
+    Raises ManifestInvalid.
+    """
+    try:
+        found = [
+            tails[rank][number]
+            for rank, number in zip(ranks.tolist(), numbers.tolist(), strict=True)
+        ]
+    except LookupError:
+        raise ManifestInvalid(_LACKING) from None
+    extents: Ints = np.array(found, np.int64).reshape(-1, 2).T
+    return extents
 
 
 def refuse_missing_tails(catalog: Catalog, tails: Tails) -> None:

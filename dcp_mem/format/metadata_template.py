@@ -25,7 +25,7 @@ import numpy.typing as npt
 from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.catalog import BYTES, MEMORY_FORMATS, Catalog, Ints, Properties, Tails
-from dcp_mem.format.locations import LayoutItems, distinct_shapes
+from dcp_mem.format.locations import LayoutItems, distinct_shapes, extents_in_tails
 from dcp_mem.format.names import DCP_VERSION, segment_file
 
 Matrix = npt.NDArray[np.uint8]
@@ -154,8 +154,7 @@ class MetadataTemplate:
     ids: Ints
     extents: Ints  # where offset and length of each tail item begin, of eight bytes: [2, items]
     checkpoint_id: int  # where the checkpoint's name goes, behind all other gaps
-    items: LayoutItems
-    tail: tuple[Ints, Ints]  # of each tail item: its writer, and its number
+    tail: tuple[Ints, Ints]  # of each tail item: its rank, and its number in that rank's tail
 
     def render(self, save_id: str, tails: Tails, checkpoint_id: str | None = None) -> bytes:
         """Return the bytes of `.metadata` for one save.
@@ -169,7 +168,7 @@ class MetadataTemplate:
             )
         data = np.frombuffer(bytearray(self.data), np.uint8)
         data[self.ids[:, None] + np.arange(_ID_LENGTH)] = np.frombuffer(written, np.uint8)
-        extents = self.items.extents(*self.tail, tails)
+        extents = extents_in_tails(*self.tail, tails)
         data[self.extents[..., None] + np.arange(8)] = _eight_bytes(extents)
         filled = data.tobytes()
         name = pickle.NONE if checkpoint_id is None else _string(checkpoint_id)
@@ -230,8 +229,7 @@ def template_of(catalog: Catalog) -> MetadataTemplate:
         ids=np.array(ids, np.int64),
         extents=gaps,
         checkpoint_id=checkpoint_id,
-        items=items,
-        tail=(writer[tail], number[tail]),
+        tail=(catalog.ranks[writer[tail]], items.beyond(writer[tail], number[tail])),
     )
 
 

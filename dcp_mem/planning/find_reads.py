@@ -359,7 +359,7 @@ class _Found:
         )
         result = []
         for name, dimensions, target, saved, saved_extent, start, extent, kind, writer, *at in zip(
-            *(column.tolist() for column in columns), strict=True
+            *map(np.ndarray.tolist, columns), strict=True
         ):
             fqn, within = self.plan.names[name], slice(dimensions)
             if kind < 0:
