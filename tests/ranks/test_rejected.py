@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from dcp_mem import CheckpointManager, CheckpointNotFound
 from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.command import reject
 from tests.support.processes import faults
 from tests.support.processes.forks import forked, forked_ranks, forking
-from tests.support.shell import Shell
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,12 +70,11 @@ def _reject_while_older_ones_leave(root: Path) -> tuple[int | None, list[str], t
     """Reject step-4 between its completion and the retention that this rank then applies."""
     with _manager(root, None, keep_memory=2) as manager:
         _save(manager, 1, 2, 3)
-
-        def reject() -> None:
-            told = Shell(Job(None, str(root))).run("reject", "step-4", "--why", "the loss is NaN")
-            assert told.exit_code == 0, told.output
-
-        with faults.at_point("complete.manifest", reject):
+        job = Job(None, str(root))
+        rejecting = faults.at_point(
+            "complete.manifest", lambda: reject(job, "step-4", "the loss is NaN")
+        )
+        with rejecting:
             _save(manager, 4)
         assert manager.restore(_state(0)) == 3
         passed_over = manager.report().passed_over
