@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import Unpack
 
 from dcp_mem import functional
-from dcp_mem.comm import Ranks, rank_in, world_size
+from dcp_mem.comm import Ranks, rank_in
 from dcp_mem.comm.agreement import attempt, described, leaving_on_error
 from dcp_mem.comm.bridge.calls import direct_call
-from dcp_mem.comm.bridge.errors import cause_of
+from dcp_mem.comm.bridge.errors import cause_of, is_mistake_of_all
 from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
 from dcp_mem.common.values import CheckpointStatus, SaveInfo, State, StateText
@@ -32,7 +32,6 @@ from dcp_mem.errors import (
     DcpMemError,
     FlushFailed,
     NoRecoverableCheckpoint,
-    RankFailed,
     WaitTimeout,
 )
 from dcp_mem.format.manifest import Manifest
@@ -160,17 +159,11 @@ class CheckpointManager:
             saved = save(saved, items, started)
         except Exception as error:
             # What one rank alone got wrong is no reason to end training, but that it gave no state.
-            is_of_call = isinstance(error, ConfigError) and not self._is_of_few(error)
-            if is_of_call or wrong.error is not None:
+            if wrong.error is not None or is_mistake_of_all(error, self._process_group):
                 raise
             return self._failed(replace(saved, seconds=time.monotonic() - started), error)
         self._raise_on_all_ranks(troubles)
         return saved
-
-    def _is_of_few(self, error: ConfigError) -> bool:
-        """Tell whether some ranks alone have got something wrong, and others haven't."""
-        cause, size = error.__cause__, world_size(self._process_group)
-        return isinstance(cause, RankFailed) and len(cause.failures) < size
 
     def _save(self, saved: Saved, state: dict[str, Any], started: float) -> Saved:
         functional.raising_cause(

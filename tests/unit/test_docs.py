@@ -127,6 +127,7 @@ ELSEWHERE = {
     "docs/huggingface.md 1",
     "docs/huggingface.md 2",
     "docs/huggingface.md 4",
+    "docs/lightning.md 2",
     "docs/nebula.md 3",
     "docs/torch-checkpointing.md 1",
     "docs/torchft.md 1",

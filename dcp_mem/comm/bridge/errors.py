@@ -13,8 +13,9 @@ from traceback import StackSummary, extract_tb
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_mem.comm import world_size
 from dcp_mem.comm.agreement import described
-from dcp_mem.errors import RankFailed
+from dcp_mem.errors import ConfigError, RankFailed
 
 
 @contextmanager
@@ -37,6 +38,16 @@ def raised_as_by_dcp(
             raise
         rank = 0 if no_dist or not _has_groups() else dist.get_rank(process_group)
         raise CheckpointException(step, failures_by_rank(error, rank)) from error
+
+
+def is_mistake_of_all(error: BaseException, process_group: dist.ProcessGroup | None) -> bool:
+    """Return whether a call failed for an argument that is wrong on every rank.
+
+    What some ranks alone got wrong is no reason to end training.
+    """
+    cause = error.__cause__
+    is_of_few = isinstance(cause, RankFailed) and len(cause.failures) < world_size(process_group)
+    return isinstance(error, ConfigError) and not is_of_few
 
 
 Wrapped = tuple[BaseException, StackSummary]

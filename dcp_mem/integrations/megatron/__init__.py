@@ -4,7 +4,7 @@ from dcp_mem.common.releases import warn_if_untested
 
 warn_if_untested("megatron-core")
 
-from dcp_mem.integrations.megatron.releases import telling_the_release
+from dcp_mem.integrations.megatron.releases import name_our_strategy, telling_the_release
 
 with telling_the_release():
     from dcp_mem.integrations.megatron.checkpointing import MemoryCheckpointing
@@ -14,6 +14,7 @@ with telling_the_release():
         MemorySaveStrategy,
     )
 
+name_our_strategy()
 warn_if_untested("megatron-core")  # A checkout's version is known once it is imported.
 
 __all__ = [

@@ -30,7 +30,7 @@ from dcp_mem.common.arguments import takes
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import before_pools_end
 from dcp_mem.config import root_url
-from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
+from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError, FlushFailed
 from dcp_mem.integrations.megatron.common import (
     Common,
     files_beside,
@@ -48,6 +48,7 @@ from dcp_mem.integrations.megatron.strategies import (
     name_of,
     not_found,
 )
+from dcp_mem.manager.options import OnError
 from dcp_mem.options import DEFAULTS, WriterOptions
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
 from dcp_mem.writer import MemoryStorageWriter
@@ -81,6 +82,9 @@ class MemoryCheckpointing:
     Args:
         storage: Other roots for some directories that Megatron names, such as
             {"/ckpts/run": "abfs://ckpts/run"}.
+        on_error: "warn" (the default) logs a save that fails on all ranks together, or what `close`
+            couldn't flush, and training goes on; "raise" raises it. Arguments that are wrong on all
+            ranks always raise.
         **options: Arguments of `MemoryStorageWriter`, for the writer of each root.
 
     Raises:
@@ -88,8 +92,13 @@ class MemoryCheckpointing:
     """
 
     def __init__(
-        self, *, storage: Mapping[str, str] | None = None, **options: Unpack[WriterOptions]
+        self,
+        *,
+        storage: Mapping[str, str] | None = None,
+        on_error: OnError = "warn",
+        **options: Unpack[WriterOptions],
     ) -> None:
+        self._on_error = on_error
         self._storage = {
             root_url(directory): root_url(root) for directory, root in (storage or {}).items()
         }
@@ -119,14 +128,14 @@ class MemoryCheckpointing:
 
         Raises:
             ConfigError: The strategy is another one.
-            CheckpointException: The save has failed, as from `dcp.save`.
+            CheckpointException: The save has failed, as from `dcp.save`, with on_error="raise".
         """
         root, name = self._place(checkpoint_dir)
         writer = self.writer(root)
         told, self._told = self._told, {}
         strategy = _through_memory(
             sharded_strategy,
-            MemorySaveStrategy(writer, **told),
+            MemorySaveStrategy(writer, on_error=self._on_error, **told),
             TorchDistSaveShardedStrategy,
             FullyParallelSaveStrategyWrapper,
         )
@@ -139,7 +148,7 @@ class MemoryCheckpointing:
         except BaseException:
             parent.cleanup()
             raise
-        was_skipped = writer._saver.last_save is None  # Memory was full.
+        was_skipped = writer._saver.last_save is None  # Memory was full, or the save failed.
 
         def finish() -> None:
             if dist.get_rank() == 0 and not was_skipped:
@@ -295,12 +304,24 @@ class MemoryCheckpointing:
     def close(
         self, flush: bool = True, *, progress: bool = False, persist_newest: bool = True
     ) -> None:
-        """Close the writers: wait until storage has what it should have, and give back memory."""
+        """Close the writers: wait until storage has what it should have, and give back memory.
+
+        Raises:
+            FlushFailed: Storage refuses a checkpoint, which stays in memory (logged with
+                on_error="warn").
+        """
+
+        def close(writer: MemoryStorageWriter) -> None:
+            try:
+                writer.close(flush, progress=progress, persist_newest=persist_newest)
+            except FlushFailed as error:
+                if self._on_error == "raise":
+                    raise
+                log.warning("%s", error)
+
         with ExitStack() as closing:  # all of them, whatever one raises
             for writer in self._writers.values():
-                closing.callback(
-                    writer.close, flush, progress=progress, persist_newest=persist_newest
-                )
+                closing.callback(close, writer)
 
     # -- where things are --------------------------------------------------------------------------
 

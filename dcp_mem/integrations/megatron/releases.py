@@ -13,9 +13,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import megatron.core
@@ -46,11 +47,15 @@ def telling_the_release() -> Iterator[None]:
 
 
 with telling_the_release():
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
     from megatron.core.dist_checkpointing.strategies.torch import (
         MCoreLoadPlanner,
         TorchDistLoadShardedStrategy,
     )
+
+OURS = "dcp_mem"
+"""Our name as an async_strategy."""
 
 COMMON_IS_SHARDED = RELEASE >= (0, 19)
 """Whether this release keeps the common state among the shards."""
@@ -75,18 +80,32 @@ def load_arguments(*args: Any, **options: Any) -> dict[str, Any]:
 def done_request(async_strategy: str) -> AsyncRequest:
     """Return a request of an async save in which nothing is left to write.
 
-    `async_strategy`: whose queue it goes through: "mcore", or "nvrx" for nvidia-resiliency-ext.
-    Without that package it is Megatron's, though `save` asks for "nvrx" by default.
+    `async_strategy`: whose queue it goes through: OURS and "mcore" mean Megatron's, "nvrx" that of
+    nvidia-resiliency-ext. Without that package it is Megatron's, though `save` asks for "nvrx" by
+    default.
     """
     kind = AsyncRequest
-    try:
-        from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
-
-        _, modules = get_async_strategy(async_strategy)
-        kind = modules["AsyncRequest"]
-    except ImportError:  # 0.16 has no such function
-        pass
+    if hasattr(strategies, "get_async_strategy"):  # from 0.17 on
+        with suppress(ImportError):
+            kind = strategies.get_async_strategy(async_strategy)[1]["AsyncRequest"]
     return kind(None, (), [])
+
+
+def name_our_strategy() -> None:
+    """Have Megatron's `get_async_strategy` know OURS.
+
+    Trainers ask it for the queue of their async saves by the name that they hand to `save`. Ours
+    needs none, so it gets Megatron's, without nvidia-resiliency-ext.
+    """
+    original = getattr(strategies, "get_async_strategy", None)
+    if original is None:  # 0.16
+        return
+
+    @functools.wraps(original)
+    def known(async_strategy: str = "nvrx", *args: Any, **options: Any) -> Any:
+        return original("mcore" if async_strategy == OURS else async_strategy, *args, **options)
+
+    strategies.get_async_strategy = known
 
 
 def load_planner(strategy: TorchDistLoadShardedStrategy, **options: Any) -> MCoreLoadPlanner:

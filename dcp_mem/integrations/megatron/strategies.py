@@ -31,8 +31,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_mem.comm.bridge.errors import cause_of
-from dcp_mem.errors import CheckpointNotFound
+from dcp_mem.comm.bridge.errors import cause_of, is_mistake_of_all
+from dcp_mem.common.arguments import one_of
+from dcp_mem.common.log import log
+from dcp_mem.errors import CheckpointNotFound, DcpMemError
 from dcp_mem.integrations.megatron import releases
 from dcp_mem.integrations.megatron.common import (
     BACKEND,
@@ -42,6 +44,7 @@ from dcp_mem.integrations.megatron.common import (
     common_object,
     put_common_file,
 )
+from dcp_mem.manager.options import OnError
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.writer import MemoryStorageWriter
 
@@ -94,6 +97,8 @@ class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         writer: The writer of the checkpoint's root.
         metrics: As in `MemoryStorageWriter.annotate_next_save`, for each save.
         persist: As in `MemoryStorageWriter.annotate_next_save`, for each save.
+        on_error: As in `MemoryCheckpointing`. "raise" is the default here: Megatron's own `save`
+            would name a checkpoint in its files that isn't there.
     """
 
     def __init__(
@@ -102,12 +107,15 @@ class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         *,
         metrics: Mapping[str, Any] | None = None,
         persist: bool = False,
+        on_error: OnError = "raise",
     ) -> None:
         releases.check_release()
+        one_of("on_error", on_error, OnError)
         super().__init__(BACKEND, VERSION)
         self.writer = writer
         self.metrics = metrics
         self.persist = persist
+        self.on_error = on_error
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Directory) -> None:
         """Save; return when the checkpoint is complete in memory. Call it on all ranks."""
@@ -122,16 +130,24 @@ class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         self.writer.annotate_next_save(
             step=iteration_of(name), metrics=self.metrics, persist=self.persist
         )
-        dcp.save(
-            mcore_to_pyt_state_dict(sharded, False),
-            checkpoint_id=name,
-            storage_writer=self.writer,
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica,
-                flatten_state_dict=False,
-                can_run_decentralized_global_plan=False,
-            ),
+        state = mcore_to_pyt_state_dict(sharded, False)
+        planner = MCoreSavePlanner(
+            dedup_replicated_tensors=not self.keep_only_main_replica,
+            flatten_state_dict=False,
+            can_run_decentralized_global_plan=False,
         )
+        try:
+            dcp.save(state, checkpoint_id=name, storage_writer=self.writer, planner=planner)
+        except (Exception, CheckpointException) as error:
+            # All ranks raise here together, so none is alone in what Megatron does next.
+            cause = error.__cause__ if isinstance(error, CheckpointException) else error
+            cause = cause or cause_of(error, None)
+            if self.on_error == "raise" or is_mistake_of_all(cause, None):
+                raise
+            is_unexpected = not isinstance(cause, DcpMemError)
+            log.warning(
+                "%s is not saved: %s", name, cause, exc_info=cause if is_unexpected else None
+            )
 
     def async_save(
         self,
@@ -139,7 +155,10 @@ class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         checkpoint_dir: Directory,
         async_strategy: str = "mcore",
     ) -> AsyncRequest:
-        """Save, and return a request that is done already."""
+        """Save, and return a request that is done already.
+
+        `async_strategy`: whose queue it is for: "dcp_mem", "mcore" or "nvrx".
+        """
         request = releases.done_request(async_strategy)
         self.save(sharded_state_dict, checkpoint_dir)
         return request

@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan
 
@@ -52,6 +53,7 @@ from dcp_mem import (
     MemoryStorageWriter,
     every_n_saves,
 )
+from dcp_mem.common import faults
 from dcp_mem.integrations.megatron import (
     MegatronCheckpointNotFound,
     MemoryCheckpointing,
@@ -244,6 +246,60 @@ def an_async_save_is_done_when_it_returns() -> None:
         dist.barrier()
         assert Path(directory, "metadata.json").exists()
     queue.close()
+
+
+def our_name_is_an_async_strategy_without_another_package() -> None:
+    checkpointing, root = _here(persist=False), _root("ours")
+    directory = _directory(root, 1, make=True)
+    save = partial(checkpointing.save, async_sharded_save=True, async_strategy="dcp_mem")
+    if RELEASE < (0, 17):
+        with pytest.raises(TypeError, match="async_strategy"):
+            save(_state(1), directory)
+        return
+    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
+
+    # As Megatron-LM and Megatron-Bridge make the queue, by the name that they give to `save`.
+    queue = get_async_strategy("dcp_mem")[1]["AsyncCallsQueue"]()
+    queue.schedule_async_request(save(_state(1), directory))
+    _assert_same(checkpointing.load(_state(0), directory), 1)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    queue.close()
+    dist.barrier()
+    assert Path(directory, "metadata.json").exists()
+    with pytest.raises(TypeError, match="of_nobody"):
+        get_async_strategy("of_nobody")
+
+
+def a_save_that_fails_on_a_rank_ends_no_training() -> None:
+    root, checkpointing, queue = _root("failing"), _here(persist=False), AsyncCallsQueue()
+    checkpointing.save(_state(1), _directory(root, 1, make=True))
+    for iteration, is_async in ((2, False), (3, True)):
+        directory = _directory(root, iteration, make=True)
+        faults.arm("stage.copied:raise:1" if dist.get_rank() == 1 else "")
+        request = checkpointing.save(_state(iteration), directory, async_sharded_save=is_async)
+        faults.arm("")
+        assert (request is not None) == is_async
+        if request is not None:  # Megatron-LM schedules what it gets
+            queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls(blocking=True)
+        dist.barrier()
+        assert not list(Path(directory).iterdir())
+        assert checkpointing.latest(root) == 1
+    queue.close()
+    checkpointing.save(_state(4), _directory(root, 4, make=True))
+    assert checkpointing.latest(root) == 4
+    _assert_same(checkpointing.load(_state(0), _directory(root, 4)), 4)
+
+
+def a_save_that_fails_raises_where_that_is_asked_for() -> None:
+    checkpointing = _here(persist=False, on_error="raise")
+    directory = _directory(DIRECTORY / "raising", 1)
+    faults.arm("stage.copied:raise:1" if dist.get_rank() == 1 else "")
+    with pytest.raises(CheckpointException, match=r"stage\.copied"):
+        checkpointing.save(_state(1), directory)
+    faults.arm("")
+    dist.barrier()
+    assert checkpointing.latest(DIRECTORY / "raising") == -1
 
 
 class _Unknown:
@@ -578,6 +634,8 @@ def what_cannot_work_says_so() -> None:
                 with pytest.raises(CheckpointingException, match=re.escape(words)):
                     look(path)
                 dist.barrier()
+    with pytest.raises(ConfigError, match="choose 'warn' or 'raise'"):
+        MemoryCheckpointing(memory_root=MEMORY, on_error="panic")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="on_full"):
         MemoryCheckpointing(memory_root=MEMORY, on_full="panic").latest(DIRECTORY)  # type: ignore[arg-type]
 
@@ -614,6 +672,9 @@ CLAIMS: list[Callable[[], None]] = [
     a_checkpoint_is_loaded_by_half_as_many_ranks,
     pieces_of_a_tensor_and_padded_shapes_come_back,
     an_async_save_is_done_when_it_returns,
+    our_name_is_an_async_strategy_without_another_package,
+    a_save_that_fails_on_a_rank_ends_no_training,
+    a_save_that_fails_raises_where_that_is_asked_for,
     common_state_is_found_beside_the_shards_and_among_them_whatever_release_saved_it,
     common_state_of_any_class_comes_back_where_megatron_reads_such,
     integrity_may_be_asked_for,
