@@ -44,9 +44,9 @@ INTEGRATIONS = {
     "mlflow": (("mlflow-skinny",), "tests/integrations/test_trackers.py -k mlflow"),
     "nebula": (
         ("deepspeed", "lightning"),
-        (
-            "tests/integrations/test_nebula.py tests/integrations/test_nebula_lightning.py "
-            "tests/integrations/test_nebula_jobs.py tests/integrations/test_nebula_samples.py"
+        " ".join(
+            f"tests/integrations/test_nebula{part}.py"
+            for part in ("", "_lightning", "_jobs", "_samples")
         ),
     ),
     "s3": (("s3fs",), "tests/storage/test_s3.py"),
