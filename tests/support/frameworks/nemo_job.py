@@ -51,7 +51,7 @@ def main(root: str, memory: str, answer: str, killed_at: str = "") -> None:
             return NEWEST
 
     plugin = MemoryCheckpointIO(root, memory_root=memory, keep_memory=8)
-    callbacks = [
+    callbacks: list[pl.Callback] = [
         MemoryCheckpoint(filename="memory-{step}", every_n_train_steps=MEMORY_EVERY, save_top_k=-1),
         ModelCheckpoint(root, "own-{step}", every_n_train_steps=OWN_EVERY, save_top_k=-1),
     ]
