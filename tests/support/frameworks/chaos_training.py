@@ -88,13 +88,15 @@ def _trainer(saver: str, out: Path) -> torch.nn.Module:
     )
     data: Any = [{"x": row} for row in torch.cat(_batches())]
     trainer = Trainer(Model(), arguments, train_dataset=data, callbacks=[Notes()])
-    resume: Any = get_last_checkpoint(arguments.output_dir) if (out / "trainer").exists() else None
+    newest: Any = get_last_checkpoint
+    resume = newest(arguments.output_dir) if (out / "trainer").exists() else None
     if saver == "dcp_mem":
         from dcp_mem.integrations.huggingface import TrainerCheckpoints
 
         TrainerCheckpoints(trainer, out / "storage", memory_root=out / "memory")
         resume = True
     trainer.train(resume_from_checkpoint=resume)
+    assert trainer.model is not None
     return trainer.model
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 import dcp_mem
 
 
-class _Whole(PyTorchCheckpointing):
+class _Whole(PyTorchCheckpointing):  # type: ignore[misc]
     """What DLIO has for one rank's files, saved and loaded as one checkpoint."""
 
     _of_class: dict[type, Any] = {}  # noqa: RUF012 (DLIO asks each class for its one instance)
