@@ -925,7 +925,10 @@ def _loads_in_part(places: Places) -> None:
         dcp.save(state, checkpoint_id="a", storage_writer=writer)
     with _torch_plans_loads() as by_torch:
         for load in (dcp.load, dcp_mem.load):
-            from_memory = {"checkpoint_id": "a", "storage_reader": places.reader("memory", "a")}
+            from_memory: Any = {
+                "checkpoint_id": "a",
+                "storage_reader": places.reader("memory", "a"),
+            }
             into = {**blank_of(state), "absent": torch.full((3,), 7.0), "missing": "text"}
             load(into, planner=DefaultLoadPlanner(allow_partial_load=True), **from_memory)
             assert_same({**state, "absent": torch.full((3,), 7.0), "missing": "text"}, into)

@@ -108,7 +108,8 @@ def _failing(
 ) -> Iterator[tuple[State, dict[str, Any], Callable[[Any], Any]]]:
     """Have this rank fail, if it is the one; yields what a save is given, and its writer."""
     where, is_failing = case.where, own_rank() == case.failing
-    state, options, use = _state(number), {"name": "bad"}, lambda writer: writer
+    options: dict[str, Any] = {"name": "bad"}
+    state, use = _state(number), lambda writer: writer
     if where in faults.POINTS or where == "catalog":
         point = "complete.catalog" if where == "catalog" else where
         faults.arm(f"{point}:raise:1" if is_failing else "")
