@@ -69,7 +69,17 @@ def find_reads(
     found, needed = overlaps.extent.prod(axis=1).sum(), wanted.extent.prod(axis=1).sum()
     if (overlaps.writer < 0).any() or found < needed:
         return None
-    return _Found(plan, catalog, save_id, tails, wanted, overlaps, *places).reads()
+    addresses, devices = places
+    return _Found(
+        plan=plan,
+        catalog=catalog,
+        save_id=save_id,
+        tails=tails,
+        wanted=wanted,
+        overlaps=overlaps,
+        addresses=addresses,
+        devices=devices,
+    ).reads()
 
 
 def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
@@ -249,7 +259,7 @@ def _bisect(values: Ints, low: Ints, high: Ints, target: Ints) -> Ints:
 # -- the reads ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Found:
     """What a plan wants, and where it lies: in memory, and in the segments of one save."""
 
