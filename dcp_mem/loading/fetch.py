@@ -149,10 +149,7 @@ def fetch_piece(
     buffer = np.empty(stop - start, np.uint8)
     fetcher.fetch(file, start, [buffer.data])
     pass_on(start, buffer.data)
-    complete = list[PendingItem]()
-    for low, high in wanted:
-        complete += pending.take(file, low, high, buffer[low - start : high - start])
-    return complete
+    return pending.take(file, start, stop, buffer, wanted)
 
 
 def _crc(buffers: Sequence[memoryview], offsets: Sequence[int], low: int, high: int) -> int:

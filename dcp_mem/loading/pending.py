@@ -40,6 +40,7 @@ from dcp_mem.memory.views import view_of
 from dcp_mem.planning.plain_tensors import NO_MEMORY, PLAIN, is_plain, lacks_memory
 from dcp_mem.planning.reads import DirectRead, ItemRead
 from dcp_mem.planning.wrapper_tensors import class_name, copy_values, detached, naming
+from dcp_mem.policy.pieces import Extent
 
 _MOST_UNPACKED_BYTES, _MOST_RATIO = 64 << 20, 100
 """Limit for an unpacked item of torch's stream extensions that doesn't record its size: this many
@@ -464,15 +465,24 @@ class PendingItems:
         return buffer.data, partial(self.take, file, start, stop, buffer)
 
     def take(
-        self, file: str, start: int, stop: int, data: np.ndarray[Any, Any]
+        self,
+        file: str,
+        start: int,
+        stop: int,
+        data: np.ndarray[Any, Any],
+        wanted: Sequence[Extent] = (),
     ) -> list[PendingItem]:
-        """Copy bytes of a segment, in this thread; return the items that are complete then."""
-        address = data.ctypes.data
-        items = self.within(file, start, stop)
-        copy_here([move for pending in items for move in pending.moves(start, stop, address)])
+        """Copy bytes of a segment, in this thread; return the items that are complete then.
+
+        `wanted`: what of them goes to items; () for all. The rest may come to items another way.
+        """
+        address, parts = data.ctypes.data - start, wanted or [(start, stop)]
+        taken = [(one, *of) for of in parts for one in self.within(file, *of)]
+        moves = [one.moves(low, high, address + low) for one, low, high in taken]
+        copy_here([move for of_item in moves for move in of_item])
         if file in self._payloads:
-            copy_many_here(*self._payloads[file].moves(start, stop, address))
-        return self.received(file, start, stop)
+            copy_many_here(*self._payloads[file].moves(start, stop, data.ctypes.data))
+        return [one for one, low, high in taken if one.note(low, high)]
 
     def received(self, file: str, start: int, stop: int) -> list[PendingItem]:
         """Count bytes that are where they belong; return the items that are complete then."""
