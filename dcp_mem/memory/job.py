@@ -210,8 +210,8 @@ class JobMemory:
         All ranks of the node may add theirs at the same time.
         """
         for left in reversed(range(_TRIES)):
-            directory = self.make_checkpoint_directory(name)
             try:
+                directory = self.make_checkpoint_directory(name)
                 with in_turn(directory, is_shared=True):
                     add(directory)
                     return

@@ -37,6 +37,26 @@ def test_what_is_published_while_its_directory_is_tidied_stays(
         assert load(memory_job.reader()) == 1
 
 
+def test_a_directory_that_is_tidied_away_as_a_save_makes_it_is_made_again(
+    memory_job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory_job.writer(keep_memory=1) as writer:
+        memory = writer._saver.open_session().memory
+        mkdir = os.mkdir
+        tidied: list[str] = []
+
+        def make(path: str, mode: int = 0o777) -> None:
+            if path.endswith(".dcp_mem") and not tidied:
+                tidied.append(path)
+                memory.tidy(os.path.dirname(path))  # it has nothing yet
+            mkdir(path, mode)
+
+        monkeypatch.setattr(os, "mkdir", make)
+        save(writer, 1)
+        assert tidied
+        assert load(memory_job.reader()) == 1
+
+
 def test_remains_of_a_save_that_never_completed_are_tidied_away(memory_job: Job) -> None:
     with memory_job.writer(keep_memory=1) as writer:
         save(writer, 1)
