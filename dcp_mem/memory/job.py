@@ -209,15 +209,17 @@ class JobMemory:
 
         All ranks of the node may add theirs at the same time.
         """
-        for left in reversed(range(_TRIES)):
-            try:
-                directory = self.make_checkpoint_directory(name)
-                with in_turn(directory, is_shared=True):
-                    add(directory)
-                    return
-            except FileNotFoundError:  # the directory may just have been removed as empty
-                if not left:
-                    raise
+        for _ in range(_TRIES - 1):
+            # The directory may just have been removed as empty.
+            with contextlib.suppress(FileNotFoundError):
+                self._add_segment(name, add)
+                return
+        self._add_segment(name, add)
+
+    def _add_segment(self, name: str, add: Callable[[str], None]) -> None:
+        directory = self.make_checkpoint_directory(name)
+        with in_turn(directory, is_shared=True):
+            add(directory)
 
     def publish(self, manifest: Manifest, *, sealed: bool = False) -> None:
         """Put the manifest in place: from here on the checkpoint is COMPLETE on this node.
