@@ -15,7 +15,8 @@ _WASB = ("wasb", "wasbs")
 _KINDS = ("blob", "dfs")
 _DATASTORE = re.compile(
     r"azureml://(?:subscriptions/(?P<subscription>[^/]+)/resourcegroups/(?P<group>[^/]+)/"
-    r"(?:.+/)?workspaces/(?P<workspace>[^/]+)/)?datastores/(?P<name>[^/]+)(?:/paths(?P<path>/.*)?)?$",
+    r"(?:.+/)?workspaces/(?P<workspace>[^/]+)/)?"
+    r"datastores/(?P<name>[^/]+)(?:/paths(?P<path>/.*)?)?$",
     re.IGNORECASE,
 )
 # Parts of a URL that may be left out in a job of Azure ML, which has them in these variables.

@@ -1,4 +1,4 @@
-"""What a flush counts and writes down, and the throttle that limits its speed.
+"""The meter and the records of a flush, and the throttle that limits its speed.
 
 Records of a flush lie in memory while it runs, and in the history on storage afterwards. None of
 them can fail a flush.

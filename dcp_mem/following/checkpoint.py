@@ -99,7 +99,7 @@ class HoldingReader(MemoryStorageReader):
 
     @property
     def description(self) -> Description:
-        """What the manifest of the checkpoint that is held says of it."""
+        """The held checkpoint's description, from its manifest."""
         assert self._opened is not None
         return self._opened.description
 

@@ -88,7 +88,7 @@ DoorKey = tuple[Address, bytes]
 
 @value_class(kw_only=True)
 class Agreed:
-    """What the ranks have agreed on for one rank's load."""
+    """One rank's share of a load and the others' doors, as the ranks have agreed on them."""
 
     share: LoadShare
     doors: Mapping[int, DoorKey | None]  # of the ranks of this node; this one's may be None

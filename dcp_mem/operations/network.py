@@ -34,7 +34,7 @@ _SMALL_ROUNDS = 50
 _ROUNDS, _NBYTES = 5, 64 << 20
 """Rounds that measure TCP, after one that touches the memory, and the bytes of each."""
 _COPY_ROUNDS, _COPIED_NBYTES = 2, 1 << 30
-"""The same of the transport of choice."""
+"""Rounds that measure the transport of choice, and the bytes of each."""
 _MESSAGE, _IN_FLIGHT = 16 << 20, 4
 _TIMEOUT = 120.0
 _MUCH_FASTER = 4
@@ -47,7 +47,7 @@ _MOST_NAMED = 5
 @sendable
 @value_class(kw_only=True)
 class Node:
-    """What a process knows of its machine, and has measured between it and its neighbours."""
+    """One process's machine: its addresses, and the rates measured to its neighbours."""
 
     rank: int
     host: str

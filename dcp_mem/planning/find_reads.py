@@ -261,7 +261,7 @@ def _bisect(values: Ints, low: Ints, high: Ints, target: Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Found:
-    """What a plan wants, and where it lies: in memory, and in the segments of one save."""
+    """A plan's items, each with its place in memory and its chunks in one save's segments."""
 
     plan: LocalPlan
     catalog: Catalog

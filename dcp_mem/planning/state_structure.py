@@ -216,7 +216,7 @@ def _lie_alike(one: Any, other: Any) -> bool:
 
 
 class Guards:
-    """What tensors look like, by torch.compile's guards; it holds none of them.
+    """The metadata of tensors, checked by torch.compile's guards; it holds none of them.
 
     These compare everything that is said of a tensor but its address and its values, in one loop of
     compiled code. Attribute by attribute the same takes six times as long.
