@@ -93,7 +93,8 @@ def _container_of(subscription: str, group: str, workspace: str, name: str) -> t
             f"Microsoft.MachineLearningServices/workspaces/{workspace}/datastores/{name}"
         )
     except AzureError as error:
-        raise LookupError(f"its workspace says: {str(error).partition(chr(10))[0]}") from None
+        said_why = str(error).partition("\n")[0].rstrip(".")
+        raise LookupError(f"its workspace says: {said_why}") from None
     account = said.get("accountName")
     container = said.get("containerName") or said.get("filesystem")
     if not account or not container:

@@ -185,5 +185,6 @@ def test_without_an_identity_it_is_refused_with_how_to_find_it(
     monkeypatch.setenv("MSI_SECRET", "another")
     with pytest.raises(ConfigError, match="show --name mine -g g -w w`") as caught:
         MemoryStorageWriter(f"{azure.workspace}/datastores/mine/paths/runs/42")
+    assert "from the included credentials. `az ml" in str(caught.value)
     assert "s3cret" not in str(caught.value)
     assert not azure.asked

@@ -27,7 +27,7 @@ from benchmarks.harness.storage.routing import (
     within_cpu,
     within_memory,
 )
-from benchmarks.harness.storage.targets import AZURE, S3, running_sink
+from benchmarks.harness.storage.targets import AZURE, GOOGLE, S3, running_sink
 from benchmarks.harness.tables import Part, Row, Section, attempt
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ PEER_MEMORY = 8 * GIB
 CONNECTIONS_NOTE = (
     f"every route in a process of its own, with {source.CONNECTIONS} connections where that can be "
     "set; plain http; S3's requests are unsigned, because over http their signature would cover a "
-    "SHA-256 of every part, and over https it doesn't"
+    "SHA-256 of every part, and over https it doesn't; Google's peers would speak its JSON API, "
+    "which the sink doesn't"
 )
 CPU_NOTE = (
     "CPU: user and system time of the client's process, all threads, once it has moved everything "
@@ -66,7 +67,7 @@ def run(settings: Settings) -> Section:
             f"{kind}, {source.OBJECTS} objects, {nbytes / GIB:g} GiB in all",
             partial(_part, settings, kind, nbytes),
         )
-        for kind in (S3, AZURE)
+        for kind in (S3, AZURE, GOOGLE)
     ]
     return Section(TITLE, parts)
 

@@ -68,6 +68,7 @@ class Connection:
             "x-ms-request-server-encrypted: true",
             f"x-ms-client-request-id: {fields.get('x-ms-client-request-id', '')}",
             "x-amz-request-id: 1",
+            "x-goog-generation: 1",
         ]
         if not answer.status.startswith("204"):
             lines.append(f"Content-Length: {nbytes}")

@@ -16,7 +16,8 @@ from benchmarks.harness.storage.servers import BUCKET
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-S3, AZURE = "s3", "azure"
+S3, AZURE, GOOGLE = "s3", "azure", "gs"
+_SCHEMES = {S3: "s3", AZURE: "abfs", GOOGLE: "gs"}
 REAL: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "Azurite": (AZURE, servers.azurite),
     "moto": (S3, servers.moto),
@@ -30,7 +31,7 @@ class Target:
     """A place for objects.
 
     Attributes:
-        kind: `S3` or `AZURE`.
+        kind: `S3`, `AZURE` or `GOOGLE`.
         url: As for fsspec.
         storage_options: As for fsspec.
     """
@@ -84,16 +85,16 @@ class Target:
 
     @property
     def access_key(self) -> str:
-        return str(self.storage_options["key"])
+        return str(self.storage_options.get("key", "test"))
 
     @property
     def secret_key(self) -> str:
-        return str(self.storage_options["secret"])
+        return str(self.storage_options.get("secret", "test"))
 
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """A running sink, which speaks both dialects."""
+    """A running sink, which speaks all three dialects."""
 
     port: int
 
@@ -109,6 +110,9 @@ class Sink:
         if kind == AZURE:
             options = servers.azure_options(self.endpoint)
             return Target(AZURE, self.endpoint, _url(AZURE), options)
+        if kind == GOOGLE:
+            options = {"token": "anon", "endpoint_url": self.endpoint, "project": BUCKET}
+            return Target(GOOGLE, self.endpoint, _url(GOOGLE), options)
         options = {**servers.s3_options(self.endpoint), "anon": True}
         return Target(S3, self.endpoint, _url(S3), options)
 
@@ -140,4 +144,4 @@ def running_server(name: str) -> Iterator[Target]:
 
 
 def _url(kind: str) -> str:
-    return f"{'abfs' if kind == AZURE else 's3'}://{BUCKET}/run"
+    return f"{_SCHEMES[kind]}://{BUCKET}/run"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from benchmarks.harness.storage.cost import Route
-from benchmarks.harness.storage.targets import AZURE, S3
+from benchmarks.harness.storage.targets import AZURE, GOOGLE, S3
 
 BOTH = (S3, AZURE)
 
 FLOOR = Route("raw sockets (floor)", "floor", "upload", BOTH, leaves_objects=False)
 SDK = Route("raw SDK, from memoryviews", "sdk", "upload", BOTH)
-DCP_MEM = Route("dcp_mem", "agent", "upload", BOTH)
+DCP_MEM = Route("dcp_mem", "agent", "upload", (*BOTH, GOOGLE))
 PIPE_FILE = Route("fsspec pipe_file", "fsspec_own", "pipe_file", BOTH)
 OPEN_WRITE = Route("fsspec open().write", "fsspec_own", "open_write", BOTH)
 FSSPEC_WRITER = Route("dcp.save, torch's FsspecWriter", "dcp_writers", "torch_fsspec", BOTH)
