@@ -140,10 +140,11 @@ class Model:
             yield ItemGroup(
                 name=numbers,
                 kind=ItemKind.SHARD if is_sharded else ItemKind.TENSOR,
-                properties=[kind_of_all] * len(numbers),
-                sizes=shapes,
-                offsets=[(0,) * len(shape) for shape in shapes],
-                extents=list(map(self._extent, numbers)),
+                look=range(len(numbers)),
+                looks=[
+                    (kind_of_all, shape, (0,) * len(shape), self._extent(number))
+                    for number, shape in zip(numbers, shapes, strict=True)
+                ],
             )
 
     def _extent(self, index: int) -> tuple[int, ...]:

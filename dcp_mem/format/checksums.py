@@ -168,12 +168,11 @@ class BlockChecksums:
         return self._crcs
 
 
-def checksum(data: bytes | memoryview, before: int = 0) -> int:
-    """Return the CRC32C of data.
+checksum = iscsi
+"""Returns the CRC32C of data, which catalogues of checksums list as CRC-32/ISCSI.
 
-    `before`: CRC32C of what lies before them, if the checksum is to cover that, too.
-    """
-    return iscsi(data, before)  # CRC32C is listed as CRC-32/ISCSI in catalogues of checksums
+A second argument is the CRC32C of what lies before the data, if that is to be covered, too.
+"""
 
 
 def combined(first: int, second: int, nbytes: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -167,23 +168,20 @@ class CheckedReader:
         return pieces
 
     def _read_run(self, first: int, last: int, parts: _Parts) -> Iterator[tuple[int, int]]:
-        low, high = self._starts[first], self._stops[last]
+        low, high, here = self._starts[first], self._stops[last], slice(first, last + 1)
         scratch, data = self._scratch_memory()
         fill(self._descriptor, [data[: high - low]], low)
-        starts, stops = self._starts[first : last + 1], self._stops[first : last + 1]
-        sums = [
-            checksum(data[start - low : stop - low])
-            for start, stop in zip(starts, stops, strict=True)
-        ]
-        known = self._known[first : last + 1]
+        start = self._blocks.offsets[here] - low
+        places = map(slice, start.tolist(), (start + self._blocks.lengths[here]).tolist())
+        # Loops in C, as there may be a hundred small blocks in a run, and as many moves.
+        sums, known = list(map(checksum, map(data.__getitem__, places))), self._known[here]
         if sums != known:
             yield next(
                 (number, found)
                 for number, (found, one) in enumerate(zip(sums, known, strict=True), first)
                 if found != one
             )
-        for address, start, nbytes in parts.moves(low, high):
-            _memmove(address, scratch + start, nbytes)
+        deque(map(_memmove, *parts.moves(low, high, scratch)), maxlen=0)
 
     def _scratch_memory(self) -> tuple[int, memoryview]:
         """Return this thread's scratch memory: its address, and its bytes."""
@@ -223,7 +221,7 @@ class _Parts:
     """The parts of a segment that are wanted, ordered by where they begin."""
 
     def __init__(self, address: Columns, offset: Columns, nbytes: Columns) -> None:
-        self._offset, self._end = offset, offset + nbytes
+        self._offset, self._nbytes, self._end = offset, nbytes, offset + nbytes
         self._starts: list[int] = offset.tolist()
         self._stops: list[int] = self._end.tolist()
         self._shift = address - offset
@@ -246,8 +244,9 @@ class _Parts:
             or (gaps[first] != gaps[last - 1]).any()
         ):
             raise EOFError("its checksums are those of other items")
-        numbers = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
-        return np.unique(numbers[blocks.lengths[numbers] > 0])
+        is_wanted = np.zeros(len(ends), bool)
+        is_wanted[np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)] = True
+        return np.flatnonzero(is_wanted & (blocks.lengths > 0))
 
     def within(self, low: int, high: int) -> list[tuple[int, int, int]]:
         """Return (address, first byte, end) of what is wanted of the bytes [low, high)."""
@@ -263,13 +262,15 @@ class _Parts:
             if stop > low
         ]
 
-    def moves(self, low: int, high: int) -> list[list[int]]:
-        """Return (address, first byte from `low` on, bytes) of what is wanted of [low, high).
+    def moves(self, low: int, high: int, source: int) -> Iterator[list[int]]:
+        """Return what is wanted of [low, high), which lie at `source`, as columns of moves.
 
         For many parts: columns are quicker then than `within` is.
         """
-        here = slice(bisect_right(self._reached, low), bisect_left(self._starts, high))
-        starts = np.maximum(self._offset[here], low)
-        nbytes = np.maximum(np.minimum(self._end[here], high) - starts, 0)
-        columns = np.stack([starts + self._shift[here], starts - low, nbytes], axis=1)
-        return columns.tolist()  # type: ignore[no-any-return]
+        first, last = bisect_right(self._reached, low), bisect_left(self._starts, high)
+        starts, nbytes = self._offset[first:last], self._nbytes[first:last]
+        if first < last and (self._starts[first] < low or max(self._stops[first:last]) > high):
+            starts = np.maximum(starts, low)
+            nbytes = np.maximum(np.minimum(self._end[first:last], high) - starts, 0)
+        columns = starts + self._shift[first:last], starts + (source - low), nbytes
+        return map(np.ndarray.tolist, columns)

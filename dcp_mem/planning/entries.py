@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -116,10 +116,13 @@ class SavedEntries:
 NO_ENTRIES = SavedEntries((), lambda _: SavedEntry(()))
 
 
-def numbers_by_name(catalog: Catalog) -> dict[str, int]:
-    """Return the numbers of a catalog's entries by their names."""
-    numbers = np.flatnonzero(catalog.properties >= BYTES).tolist()
-    return dict(zip(catalog.entry_names(), numbers, strict=True))
+def numbers_of(names: Sequence[str], catalog: Catalog) -> Ints:
+    """Return the number of each one's entry in a catalog; -1 where there is none."""
+    numbers, known = np.flatnonzero(catalog.properties >= BYTES), catalog.entry_names()
+    if known == list(names):  # as where the same model was saved
+        return numbers
+    number_of = dict(zip(known, numbers.tolist(), strict=True))
+    return np.fromiter(map(number_of.get, names, repeat(-1)), np.int64, len(names))
 
 
 def are_unlike(plan: LocalPlan, rows: Ints, catalog: Catalog, entry: Ints) -> Bools:
@@ -134,9 +137,8 @@ def are_unlike(plan: LocalPlan, rows: Ints, catalog: Catalog, entry: Ints) -> Bo
 
 def unlike_catalog(plan: LocalPlan, catalog: Catalog) -> set[str]:
     """Return the plan's names that the catalog has in another kind, size or dtype."""
-    number_of = numbers_by_name(catalog)
     named, row = np.unique(plan.name, return_index=True)
-    entry = np.array([number_of.get(plan.names[number], -1) for number in named.tolist()], np.int64)
+    entry = numbers_of(plan.names, catalog)[named]
     named, row, entry = named[entry >= 0], row[entry >= 0], entry[entry >= 0]
     is_other = are_unlike(plan, row, catalog, entry)
     saved, wanted = (

@@ -27,7 +27,7 @@ from dcp_mem.format.column_file import distinct_rows
 from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named
-from dcp_mem.planning.entries import Casts, are_unlike, numbers_by_name
+from dcp_mem.planning.entries import Casts, are_unlike, numbers_of
 from dcp_mem.planning.plain_tensors import HOST, Sources, sources_of
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
 from dcp_mem.planning.reads import DirectRead, ItemRead, Reads
@@ -84,10 +84,10 @@ def find_reads(
 
 def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
     """Return each plan row's entry in the catalog; None if names, kinds or sizes differ."""
-    found = list(map(numbers_by_name(catalog).get, plan.names))
-    if None in found:
+    found = numbers_of(plan.names, catalog)
+    if (found < 0).any():
         return None
-    entry = np.array(found, np.int64)[plan.name]
+    entry = found[plan.name]
     return None if are_unlike(plan, np.arange(len(plan)), catalog, entry).any() else entry
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from dcp_mem.planning.plain_tensors import PLAIN
 _NO_CONTAINERS = frozenset(
     {*PLAIN, DTensor, ShardedTensor, type(None), bool, int, float, str, bytes, tuple}
 )
+
+_TEXT = frozenset({str})
 
 
 @value_class(kw_only=True)
@@ -69,20 +72,65 @@ def _flatten(value: Any, path: Path, prefix: str, leaves: Leaves) -> Container:
     values = _values(value, keys is not None)
     inner: dict[int, Container] = {}
     done = 0
-    for position in _containers(values):
-        _append(leaves, values, names, parts, path, done, position)
-        inner[position] = _flatten(
-            values[position], (*path, parts[position]), f"{names[position]}.", leaves
-        )
-        done = position + 1
+    for keys_alike, start, stop in _runs(values):
+        _append(leaves, values, names, parts, path, done, start)
+        done = stop
+        if keys_alike is not None:
+            _append_alike(leaves, values[start:stop], names[start:stop], keys_alike)
+            leaves.paths.extend(
+                [(*path, part, key) for part in parts[start:stop] for key in keys_alike]
+            )
+            alike = _container(dict, keys_alike, len(keys_alike), {})
+            inner.update(dict.fromkeys(range(start, stop), alike))
+            continue
+        for position in range(start, stop):
+            inner[position] = _flatten(
+                values[position], (*path, parts[position]), f"{names[position]}.", leaves
+            )
     _append(leaves, values, names, parts, path, done, len(values))
-    return Container(
-        kind=type(value),
-        length=len(value),
-        keys=keys,
-        key_types=list(map(type, keys or ())),
-        inner=inner,
-    )
+    return _container(type(value), keys, len(value), inner)
+
+
+def _container(
+    kind: type, keys: Sequence[Any] | None, length: int, inner: Mapping[int, Container]
+) -> Container:
+    types = list(map(type, keys or ()))
+    return Container(kind=kind, length=length, keys=keys, key_types=types, inner=inner)
+
+
+def _runs(values: Sequence[Any]) -> Iterator[tuple[list[str] | None, int, int]]:
+    """Yield the keys, first position and end of neighbouring containers that are alike.
+
+    Such are dicts of leaves, as an optimizer has one for each parameter: to take them apart one by
+    one takes four times as long. The keys are None for other containers.
+    """
+
+    def look(numbered: tuple[int, int]) -> tuple[int, list[str] | None]:
+        number, position = numbered
+        return position - number, _keys_of_leaves(values[position])
+
+    for (before, keys), run in groupby(enumerate(_containers(values)), look):
+        numbers = [number for number, _ in run]
+        yield keys, before + numbers[0], before + numbers[-1] + 1
+
+
+def _keys_of_leaves(value: Any) -> list[str] | None:
+    """Return the keys of a dict whose keys are texts and whose values are leaves; else None."""
+    if (
+        type(value) is dict
+        and _TEXT.issuperset(map(type, value))
+        and _NO_CONTAINERS.issuperset(map(type, value.values()))
+    ):
+        return list(value)
+    return None
+
+
+def _append_alike(
+    leaves: Leaves, dicts: Sequence[dict[str, Any]], names: Sequence[str], keys: Sequence[str]
+) -> None:
+    suffixes = [f".{key}" for key in keys]
+    leaves.values.extend(chain.from_iterable(map(dict.values, dicts)))
+    leaves.names.extend([name + suffix for name in names for suffix in suffixes])
 
 
 def _append(
@@ -145,7 +193,11 @@ def is_container(value: Any) -> bool:
 def _containers(values: Sequence[Any]) -> list[int]:
     if _NO_CONTAINERS.issuperset(map(type, values)):
         return []
-    return [position for position, value in enumerate(values) if is_container(value)]
+    return [
+        position
+        for position, value in enumerate(values)
+        if type(value) is dict or is_container(value)
+    ]
 
 
 def _values(value: Any, is_mapping: bool) -> list[Any]:

@@ -7,15 +7,14 @@ that, too, by the device.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import compress, repeat
+from typing import Any
 
 import torch
 
 from dcp_mem.common.value_class import value_class
-from dcp_mem.format.catalog import Properties
-from dcp_mem.format.torch_names import properties
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that may be plain."""
@@ -170,18 +169,22 @@ class SourcesByBlock:
         )
 
 
-def properties_of(
+def facts_of(
     tensors: Sequence[torch.Tensor], requires_grad: Iterable[bool]
-) -> list[Properties]:
-    """Return what DCP records of each tensor besides its shape; equal properties are one object."""
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of `torch_names.properties`, and the shape, of each tensor."""
     # Without an accelerator nothing can be pinned, and asking takes as long as all the rest.
     pinned = (
         map(torch.Tensor.is_pinned, tensors)
         if torch.accelerator.is_available()
         else repeat(False, len(tensors))
     )
-    facts = list(
-        zip(map(_DTYPE, tensors), map(_LAYOUT, tensors), requires_grad, pinned, strict=True)
+    # One tensor after the other, as the processor's cache may not hold all of them.
+    return zip(
+        map(_DTYPE, tensors),
+        map(_LAYOUT, tensors),
+        requires_grad,
+        pinned,
+        map(torch.Tensor.size, tensors),
+        strict=True,
     )
-    known = {fact: properties(*fact) for fact in dict.fromkeys(facts)}
-    return list(map(known.__getitem__, facts))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from itertools import chain, compress
-from typing import Any
+from itertools import chain, compress, count, repeat
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Ints, Path, Properties
 
+H = TypeVar("H", bound=Hashable)
 COLUMNS = ("name", "kind", "properties", "dimensions", "size", "offset", "extent")
 
 
@@ -84,80 +86,76 @@ def widened(columns: Ints, width: int, value: int) -> Ints:
     return np.pad(columns, ((0, 0), (0, missing)), constant_values=value) if missing else columns
 
 
+Look = tuple[Properties | None, Sequence[int], Sequence[int] | None, Sequence[int] | None]
+"""What a plan says of an item: properties, size, offset and extent of its chunk.
+
+Properties are None for byte items, offset and extent for whole tensors.
+"""
+
+
 @value_class(kw_only=True)
 class ItemGroup:
-    """Items of one kind, as columns; input of `local_plan`. A name may have several shards."""
+    """Items of one kind; input of `local_plan`. A name may have several shards."""
 
     name: Sequence[int]
     kind: ItemKind
-    properties: Sequence[Properties | None]  # None for byte items
-    sizes: Sequence[Sequence[int]]
-    offsets: Sequence[Sequence[int]] | None = None  # of each chunk; None if the tensors are whole
-    extents: Sequence[Sequence[int]] | None = None  # of each chunk; None if the tensors are whole
+    look: Sequence[int]  # of each item: index in `looks`
+    looks: Sequence[Look]
 
 
 def objects_group(numbers: Sequence[int]) -> ItemGroup:
     """Return the byte items of these names."""
-    count = len(numbers)
     return ItemGroup(
-        name=numbers, kind=ItemKind.OBJECT, properties=[None] * count, sizes=[()] * count
+        name=numbers,
+        kind=ItemKind.OBJECT,
+        look=[0] * len(numbers),
+        looks=[(None, (), None, None)],
     )
+
+
+def numbered(values: Iterable[H]) -> tuple[list[int], list[H]]:
+    """Return the index of each value among the distinct ones, and these as they first occur."""
+    index: defaultdict[H, int] = defaultdict(count().__next__)
+    numbers = list(map(index.__getitem__, values))
+    return numbers, list(index)
 
 
 def local_plan(names: Sequence[str], paths: Sequence[Path], *groups: ItemGroup) -> LocalPlan:
     """Return the plan with these items, in the order of their names."""
     name = np.fromiter(chain.from_iterable(group.name for group in groups), np.int64)
     order = np.argsort(name, kind="stable")
-    numbers, table = _numbered([one for group in groups for one in group.properties])
-    kinds = np.repeat([group.kind for group in groups], [len(group.name) for group in groups])
-    sizes = chain.from_iterable(group.sizes for group in groups)
-    dimensions = np.fromiter(map(len, sizes), np.int64, len(order))
-    width = int(dimensions.max(initial=1))
-    sides = [_sides(group, width) for group in groups]
-    size, offset, extent = [np.concatenate(side)[order] for side in zip(*sides, strict=True)]
+    starts = np.cumsum([0, *(len(group.looks) for group in groups)]).tolist()
+    looks = [look for group in groups for look in group.looks]
+    # Thousands of items look the same: columns are made of their looks, and spread.
+    item = np.concatenate(
+        [
+            np.fromiter(group.look, np.int64, len(group.look)) + start
+            for group, start in zip(groups, starts, strict=False)
+        ]
+    )[order]
+    kinds = np.repeat([group.kind for group in groups], [len(group.looks) for group in groups])
+    known, table = numbered(one for one, *_ in looks if one is not None)
+    properties = np.full(len(looks), -1)
+    properties[[one is not None for one, *_ in looks]] = known
+    sizes = [size for _, size, _, _ in looks]
+    width = max([1, *map(len, sizes)])
+    offsets = [(0,) * len(size) if offset is None else offset for _, size, offset, _ in looks]
+    extents = [size if extent is None else extent for _, size, _, extent in looks]
     return LocalPlan(
         names=tuple(names),
         paths=tuple(paths),
-        table=table,
+        table=tuple(table),
         name=name[order],
-        kind=kinds.astype(np.int64)[order],
-        properties=numbers[order],
-        dimensions=dimensions[order],
-        size=size,
-        offset=offset,
-        extent=extent,
+        kind=kinds.astype(np.int64)[item],
+        properties=properties[item],
+        dimensions=np.fromiter(map(len, sizes), np.int64, len(sizes))[item],
+        size=_padded(sizes, width, 1)[item],
+        offset=_padded(offsets, width, 0)[item],
+        extent=_padded(extents, width, 1)[item],
     )
-
-
-def _sides(group: ItemGroup, width: int) -> tuple[Ints, Ints, Ints]:
-    """Return sizes, offsets and extents."""
-    size = _padded(group.sizes, width, 1)
-    if group.offsets is None or group.extents is None:
-        return size, np.zeros_like(size), size
-    return size, _padded(group.offsets, width, 0), _padded(group.extents, width, 1)
-
-
-def _numbered(properties: Sequence[Properties | None]) -> tuple[Ints, tuple[Properties, ...]]:
-    """Return the index of each in a table of the distinct ones, and the table."""
-    # Most are the same few objects; hashing each would take as long as all the rest.
-    objects = dict(zip(map(id, properties), properties, strict=True))
-    table: dict[Properties, int] = {}
-    number = {
-        key: -1 if one is None else table.setdefault(one, len(table))
-        for key, one in objects.items()
-    }
-    return np.fromiter(
-        map(number.__getitem__, map(id, properties)), np.int64, len(properties)
-    ), tuple(table)
 
 
 def _padded(sides: Sequence[Sequence[int]], width: int, value: int) -> Ints:
     """Return int64[rows, width], padded with `value`."""
-    if not sides:
-        return np.zeros((0, width), np.int64)
-    counts = np.fromiter(map(len, sides), np.int64, len(sides))
-    result = np.full((len(sides), width), value, np.int64)
-    result[np.arange(width) < counts[:, None]] = np.fromiter(
-        chain.from_iterable(sides), np.int64, int(counts.sum())
-    )
-    return result
+    rows = [(*side, *repeat(value, width - len(side))) for side in sides]
+    return np.array(rows, np.int64).reshape(-1, width)

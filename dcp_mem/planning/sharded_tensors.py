@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.format.torch_names import properties
-from dcp_mem.planning.plain_tensors import PLAIN, properties_of
-from dcp_mem.planning.plan_columns import ItemGroup, ItemKind, NotDescribable
+from dcp_mem.planning.plain_tensors import PLAIN, facts_of
+from dcp_mem.planning.plan_columns import ItemGroup, ItemKind, Look, NotDescribable, numbered
 from dcp_mem.planning.shard_marks import are_marked
 
 _SPEC, _LOCAL = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
 _MESH, _PLACEMENTS = operator.attrgetter("mesh"), operator.attrgetter("placements")
-_SHAPE, _REQUIRES_GRAD = operator.attrgetter("shape"), operator.attrgetter("requires_grad")
+_DIMENSION, _REQUIRES_GRAD = operator.attrgetter("dim"), operator.attrgetter("requires_grad")
 Extent = tuple[int, ...]
 
 
@@ -48,26 +47,17 @@ def dtensors_group(numbers: Sequence[int], tensors: Sequence[DTensor]) -> ItemGr
     local = list(map(_LOCAL, tensors))
     for kind in set(map(type, local)) - PLAIN:
         raise NotDescribable(f"a DTensor of {kind.__name__}")
-    sizes = list(map(_SHAPE, tensors))
-    keys = list(zip(sizes, ways, strict=True))
-    chunk_of = {
-        key: local_chunk(key[0], spec_of[key[1]].mesh, spec_of[key[1]].placements)
-        for key in dict.fromkeys(keys)
-    }
-    chunks = list(map(chunk_of.__getitem__, keys))
-    extents, offsets = zip(*chunks, strict=True) if chunks else ((), ())
-    if any(map(operator.ne, extents, map(_SHAPE, local))):
-        raise NotDescribable("a DTensor whose local tensor isn't what its placements say")
     # As their to_local() would have it, without making an autograd node for each.
     needs_grad = map(_REQUIRES_GRAD, tensors if torch.is_grad_enabled() else local)
-    return ItemGroup(
-        name=numbers,
-        kind=ItemKind.SHARD,
-        properties=properties_of(local, needs_grad),
-        sizes=sizes,
-        offsets=offsets,
-        extents=extents,
-    )
+    sizes = map(torch.Tensor.size, tensors)
+    look, facts = numbered(zip(facts_of(local, needs_grad), sizes, ways, strict=True))
+    looks = list[Look]()
+    for (*known, held), size, way in facts:
+        extent, offset = local_chunk(size, spec_of[way].mesh, spec_of[way].placements)
+        if extent != held:
+            raise NotDescribable("a DTensor whose local tensor isn't what its placements say")
+        looks.append((properties(*known), size, offset, extent))
+    return ItemGroup(name=numbers, kind=ItemKind.SHARD, look=look, looks=looks)
 
 
 def are_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -78,21 +68,21 @@ def are_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return one is other or (one == other and list(map(type, one)) == list(map(type, other)))
 
 
-def _ways(specs: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return a key of each one's mesh and placements."""
-    meshes, placements = list(map(_MESH, specs)), list(map(_PLACEMENTS, specs))
-    if all(map(operator.is_, meshes, repeat(meshes[0]))) and all(
-        map(are_alike, placements, repeat(placements[0]))
-    ):
-        # As in most models; hashing each takes twice as long.
-        return [(0, 0)] * len(specs)
-    different: dict[tuple[Any, ...], int] = {}
-    keys = list(map(id, placements))
-    number = {
-        key: different.setdefault((one, *map(type, one)), len(different))
-        for key, one in zip(keys, placements, strict=True)
-    }
-    return list(zip(map(id, meshes), map(number.__getitem__, keys), strict=True))
+def _ways(specs: Sequence[Any]) -> list[int]:
+    """Return a number for each one's mesh and placements."""
+    meshes, placements = map(id, map(_MESH, specs)), list(map(_PLACEMENTS, specs))
+    columns = list(zip(*placements, strict=True)) if len(set(map(len, placements))) == 1 else []
+    kinds = [set(map(type, column)) for column in columns]
+    if columns and all(kind in ({Shard}, {Replicate}) for kind in kinds):
+        # As in most models. Torch's own hash of each placement takes five times as long.
+        cuts = [
+            map(_DIMENSION, column)
+            for kind, column in zip(kinds, columns, strict=True)
+            if kind == {Shard}
+        ]
+        return numbered(zip(meshes, *cuts, strict=True))[0]
+    alike = [(one, *map(type, one)) for one in placements]
+    return numbered(zip(meshes, alike, strict=True))[0]
 
 
 def local_chunk(
@@ -143,13 +133,12 @@ def sharded_tensor_group(number: int, tensor: ShardedTensor) -> ItemGroup:
         looks = local.dtype, local.layout, tuple(local.shape)
         if looks != (known.dtype, known.layout, extent):
             raise NotDescribable("a ShardedTensor whose local shard isn't what its metadata says")
+    boxes = [(one.metadata.shard_offsets, one.metadata.shard_sizes) for one in shards]
     return ItemGroup(
         name=[number] * len(shards),
         kind=ItemKind.SHARD,
-        properties=[described] * len(shards),
-        sizes=[tuple(whole.size)] * len(shards),
-        offsets=[tuple(shard.metadata.shard_offsets) for shard in shards],
-        extents=[tuple(shard.metadata.shard_sizes) for shard in shards],
+        look=range(len(shards)),
+        looks=[(described, whole.size, *box) for box in boxes],
     )
 
 

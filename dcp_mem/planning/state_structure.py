@@ -19,15 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.format.catalog import Ints
+from dcp_mem.format.torch_names import properties
 from dcp_mem.planning import sharded_tensors, torch_rules
 from dcp_mem.planning.flatten import Leaves, collect_leaves, flatten, is_container, may_be_container
-from dcp_mem.planning.plain_tensors import BLOCK, PLAIN, Where, properties_of, where
+from dcp_mem.planning.plain_tensors import BLOCK, PLAIN, Where, facts_of, where
 from dcp_mem.planning.plan_columns import (
     ItemGroup,
     ItemKind,
     LocalPlan,
     NotDescribable,
     local_plan,
+    numbered,
     objects_group,
 )
 from dcp_mem.planning.shard_marks import SAVE_MARKS, are_marked, have_own_marks, mark_of
@@ -301,12 +303,12 @@ def _plan_of(leaves: Leaves) -> LocalPlan:
         groups.append(sharded_tensors.dtensors_group(sharded, dtensors))
     numbers = list(compress(range(len(kinds)), is_plain))
     plain = list(compress(leaves.values, is_plain))
-    known = properties_of(plain, map(_REQUIRES_GRAD, plain))
     try:
-        sizes = list(map(_SHAPE, plain))
+        look, facts = numbered(facts_of(plain, map(_REQUIRES_GRAD, plain)))
     except RuntimeError as error:  # of tensors nested in a tensor of torch's own class
         raise NotDescribable(f"a tensor without a shape ({error})") from None
-    groups.append(ItemGroup(name=numbers, kind=ItemKind.TENSOR, properties=known, sizes=sizes))
+    looks = [(properties(*known), size, None, None) for *known, size in facts]
+    groups.append(ItemGroup(name=numbers, kind=ItemKind.TENSOR, look=look, looks=looks))
     return local_plan(leaves.names, leaves.paths, *groups)
 
 

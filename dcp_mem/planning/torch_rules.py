@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import compress
 from typing import Any
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from dcp_mem.common.log import log
 from dcp_mem.format.catalog import Ints
 from dcp_mem.format.torch_names import dtype_named
-from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
+from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable, numbered
 
 _MOST = 24
 """Specimens: torch takes most of a millisecond for a DTensor."""
@@ -128,29 +128,23 @@ def _sides(plan: LocalPlan) -> tuple[Ints, Ints, Ints]:
 
 def _chosen(plan: LocalPlan, leaves: Sequence[Any], numbers: Ints) -> list[int]:
     """Return the first of each kind: class, attributes, and how its items look in the plan."""
-    kinds = list(map(type, leaves))
-    classes = dict.fromkeys(kinds)
-    is_tensor = [kind for kind in classes if issubclass(kind, torch.Tensor)]
-    tensors = np.fromiter(map(set(is_tensor).__contains__, kinds), bool, len(kinds))
+    kinds, classes = numbered(map(type, leaves))
+    key = np.array(kinds, np.int64)
+    tensors = np.array([issubclass(kind, torch.Tensor) for kind in classes], bool)[key]
     # Of other objects, whatever they carry: torch asks those about one method alone.
     attributes = np.full(len(leaves), -1, np.int64)
-    attributes[tensors] = _numbered(map(tuple, map(_ATTRIBUTES, compress(leaves, tensors))))
-    found, first = np.unique(plan.name, return_index=True)
+    own = list(map(_ATTRIBUTES, compress(leaves, tensors.tolist())))
+    attributes[tensors] = numbered(map(tuple, own))[0] if any(own) else 0
+    first = np.flatnonzero(np.diff(plan.name, prepend=-1))
+    found = plan.name[first]
     looks = np.full((len(plan.names), 4), -1, np.int64)
     cut = (plan.extent != plan.size)[first] @ (1 << np.arange(plan.size.shape[1]))
     columns = [plan.kind[first], plan.properties[first], plan.dimensions[first], cut]
     looks[found] = np.stack(columns, axis=1)
-    key = _numbered(kinds)
     for column in (attributes, *looks.T):
         key = key * (int(column.max(initial=0)) + 2) + column + 1
     chosen = numbers[np.unique(key[numbers], return_index=True)[1]]
     return np.sort(chosen)[:_MOST].tolist()  # type: ignore[no-any-return]
-
-
-def _numbered(values: Iterable[Any]) -> Ints:
-    values = list(values)
-    number = {value: number for number, value in enumerate(dict.fromkeys(values))}
-    return np.fromiter(map(number.__getitem__, values), np.int64, len(values))
 
 
 def _written_by_torch(specimens: _Specimens) -> dict[str, list[_Item]]:
