@@ -61,7 +61,7 @@ def save(
         checkpoint_id: Name of the checkpoint.
         storage_writer: A MemoryStorageWriter; any other goes through torch's planner.
         planner: Default torch's.
-        process_group: The ranks that save together; default all.
+        process_group: The ranks that save together; default the writer's, or else all.
         no_dist: Save alone.
         use_collectives: As in dcp.save. False leaves the save to dcp.save.
 
@@ -76,14 +76,16 @@ def save(
     """
     _refuse_no_writer(storage_writer)
     state_dict = taking_part(state_dict)
+    process_group = _group_of(storage_writer, process_group, no_dist)
     why_not = _why_not(storage_writer, planner, use_collectives)
     left_to_torch: AbstractContextManager[None] = nullcontext()
     if not why_not:
         assert isinstance(storage_writer, MemoryStorageWriter)
         states = States(state_dict)
-        group = process_group if process_group is not None else storage_writer._saver.process_group
         try:
-            with raised_as_by_dcp("save", group, no_dist, states.has_raised_or_left_to_torch):
+            with raised_as_by_dcp(
+                "save", process_group, no_dist, states.has_raised_or_left_to_torch
+            ):
                 return storage_writer._saver.save_collectively(
                     states.make,
                     checkpoint_id,
@@ -114,6 +116,15 @@ def save(
 def _refuse_no_writer(given: object) -> None:
     example = "MemoryStorageWriter(path)"
     refuse_other_kind("storage_writer", given, StorageWriter, "write_data", example)
+
+
+def _group_of(
+    writer: StorageWriter | None, given: dist.ProcessGroup | None, no_dist: bool
+) -> dist.ProcessGroup | None:
+    """Return the ranks of a call: those that are given, or else the writer's."""
+    if given is None and not no_dist and isinstance(writer, MemoryStorageWriter):
+        return writer._saver.process_group
+    return given
 
 
 def _why_not(
@@ -154,7 +165,7 @@ def async_save(
         checkpoint_id: Name of the checkpoint.
         storage_writer: A MemoryStorageWriter; any other as with dcp.async_save.
         planner: Default torch's.
-        process_group: The ranks that save together; default all.
+        process_group: The ranks that save together; default the writer's, or else all.
         async_checkpointer_type: As in dcp.async_save; default threads.
         async_stager: As in dcp.async_save; default the writer.
         no_dist: Save alone.
@@ -174,6 +185,7 @@ def async_save(
     """
     _refuse_no_writer(storage_writer)
     state_dict = taking_part(state_dict)
+    process_group = _group_of(storage_writer, process_group, no_dist)
     if isinstance(storage_writer, MemoryStorageWriter) and not no_dist:
         refuse_missing_group()
     copies: AbstractContextManager[None] = nullcontext()

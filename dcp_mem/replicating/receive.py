@@ -24,7 +24,7 @@ from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.slot import Slot
 from dcp_mem.replicating.earlier import Deciding
 from dcp_mem.replicating.plan import FilePlan
-from dcp_mem.replicating.task import SMALL_CHUNK, SegmentTables
+from dcp_mem.replicating.task import SMALL_CHUNK, SegmentTables, nothing
 
 
 class IncomingFile:
@@ -111,7 +111,7 @@ class IncomingFile:
             crcs = bytearray(4 * block_count(self._tables[file].lengths))
             self.checksums[file] = np.frombuffer(crcs, "<u4")
             if crcs:
-                yield IncomingChunk(crcs, partial(checksum, memoryview(crcs)), _nothing)
+                yield IncomingChunk(crcs, partial(checksum, memoryview(crcs)), nothing)
 
     def _chunks_of_parts(self, sender: int) -> Iterator[IncomingChunk]:
         buffers: list[bytearray] = []  # free ones, used again and again
@@ -128,7 +128,7 @@ class IncomingFile:
         self._copied = self._item_checksums()
         for start in range(0, self.plan.nbytes, CHUNK):
             data = self._memory[start : start + CHUNK]
-            yield IncomingChunk(data, partial(self._copied.add, start, data), _nothing)
+            yield IncomingChunk(data, partial(self._copied.add, start, data), nothing)
 
     def _add_and_free(
         self, place: int, data: memoryview, buffer: bytearray, buffers: list[bytearray]
@@ -188,7 +188,3 @@ class IncomingFile:
         return {
             file: replace(self._tables[file], crc32c=crcs) for file, crcs in self.checksums.items()
         }
-
-
-def _nothing() -> None:
-    return

@@ -26,8 +26,8 @@ def _no_slot(plan: FilePlan) -> Slot | str:
     return "no slot was claimed"
 
 
-def _nothing() -> None:
-    return
+def nothing() -> None:
+    """Do nothing, where something else may be called."""
 
 
 @value_class(kw_only=True)
@@ -48,7 +48,7 @@ class ReplicationTask:
     claim: Callable[[FilePlan], Slot | str] = _no_slot
     # save ids of checkpoints that turned out to hold stale frozen tensors of this rank
     stale: frozenset[str] = frozenset()
-    on_replicated: Callable[[], None] = _nothing  # called once other nodes have all copies
+    on_replicated: Callable[[], None] = nothing  # called once other nodes have all copies
     store: object = None  # keeps the store served that the ranks connect through
 
     @property

@@ -27,7 +27,13 @@ from dcp_mem.policy.admission import most_at_once
 from dcp_mem.policy.slots import capacity_for
 from dcp_mem.replicating.plan import file_plans, incoming, incoming_seconds
 from dcp_mem.replicating.replicator import Replication
-from dcp_mem.replicating.task import ReplicationTask, abandon_all, newest_replicated, slot_for
+from dcp_mem.replicating.task import (
+    ReplicationTask,
+    abandon_all,
+    newest_replicated,
+    nothing,
+    slot_for,
+)
 from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.saving.agree import agree
 from dcp_mem.saving.complete import complete, concerns_flusher
@@ -349,7 +355,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
             transport=settings.transport,
             claim=partial(slot_for, session.slots),
             stale=frozenset(session.frozen.stale),
-            on_replicated=_nothing if frozen is None else frozen.segment.note_replicated,
+            on_replicated=nothing if frozen is None else frozen.segment.note_replicated,
             store=held_store(),
         )
         unless_set_up.pop_all()
@@ -372,10 +378,6 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
         remark=remark,
         on_recorded=retain,
     )
-
-
-def _nothing() -> None:
-    return
 
 
 def _lease_on(context: SaveContext, manifest: Manifest) -> int:

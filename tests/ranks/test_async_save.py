@@ -33,6 +33,11 @@ EXECUTORS = {each.value: each for each in _TYPES} if _TYPES is not None else {"t
 """By name; torch 2.6 has threads only."""
 OWN = "dcp_mem.async_save"
 
+
+class _Own(dcp.DefaultSavePlanner):
+    """A planner that dcp_mem doesn't stand in for."""
+
+
 needs_processes = pytest.mark.skipif(
     "process" not in EXECUTORS, reason=f"torch {torch.__version__} has threads only"
 )
@@ -210,6 +215,27 @@ def test_training_goes_on_with_its_collectives_while_a_thread_saves(places: Plac
         dist.barrier()
         comes_back(places, "step-5", _state(5))
         dist.barrier()
+
+
+@pytest.mark.parametrize("call", [dcp_mem.save, dcp_mem.async_save])
+@on_ranks(2)
+def test_a_save_without_a_process_group_is_of_the_ranks_of_the_writer(
+    places: Places, call: Any
+) -> None:
+    alone = [dist.new_group([rank], backend="gloo") for rank in range(2)][dist.get_rank()]
+    if dist.get_rank() == 0:  # the other rank saves nothing, and nobody waits for it
+        with places.writer(process_group=alone) as writer:
+            for step, options in enumerate([{}, {}, {"planner": _Own()}]):
+                state = {"w": torch.full((5000,), float(step))}
+                saved = call(state, checkpoint_id=f"step-{step}", storage_writer=writer, **options)
+                state["w"] = torch.zeros(5000)
+                if isinstance(saved, Future):
+                    saved.result(timeout=60)
+        with MemoryStorageReader(None, memory_root=places.memory, job=places.job) as reader:
+            dcp_mem.load(state, storage_reader=reader, no_dist=True)
+            assert reader.report().checkpoint_id == "step-2"
+        assert state["w"].min() == 2
+    dist.barrier()
 
 
 def test_each_pickled_copy_of_a_writer_saves_on(places: Places) -> None:
