@@ -8,9 +8,8 @@ import operator
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from dcp_mem.common.azure_urls import abfs_url
 from dcp_mem.common.value_class import value_class
@@ -19,6 +18,9 @@ from dcp_mem.errors import ConfigError, kind_of
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.policy.retention import KeepLast, Retention
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 OnFull = Literal["wait", "skip", "raise"]
 OnSlowStorage = Literal["newest", "all"]
@@ -37,12 +39,12 @@ _OUR_TRANSPORTS = {
 }
 _EXTRAS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "azure"}
 """What `pip install 'dcp_mem[…]'` takes for URLs of a protocol."""
-_SECRET_IN_URL = re.compile(r"^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)=", re.IGNORECASE)
-_PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
-_NAME = re.compile(r"[A-Za-z0-9_=+,@%~$][A-Za-z0-9_.=+,@%~$:-]*")
+_CREDENTIALS_IN_URL = r"(?i)^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)="
+_PROTOCOL = r"[a-z][a-z0-9+.-]*"
+_NAME = r"[A-Za-z0-9_=+,@%~$][A-Za-z0-9_.=+,@%~$:-]*"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True)
 class Parity:
     """Redundancy by parity over groups of k + 1 nodes; `dcp_mem.parity` makes it."""
 
@@ -162,6 +164,8 @@ def transport_point(name: str) -> EntryPoint:
 
     Raises ConfigError.
     """
+    from importlib.metadata import EntryPoint, entry_points  # 20 ms: the agent needs none
+
     if name in _OUR_TRANSPORTS:
         return EntryPoint(name, _OUR_TRANSPORTS[name], _TRANSPORTS)
     others = {point.name: point for point in entry_points(group=_TRANSPORTS)}
@@ -254,7 +258,7 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
         return os.path.abspath(os.path.expanduser(text))
     if protocol in ("file", "local"):
         return os.path.abspath(os.path.expanduser(rest))
-    if _SECRET_IN_URL.search(rest):
+    if re.search(_CREDENTIALS_IN_URL, rest):
         raise ConfigError(
             f"path={protocol}://… holds a password or a signature, which would end up in logs and "
             "file names: give it as "
@@ -284,7 +288,7 @@ def _text(argument: str, value: Any) -> str:
 def _refuse_one_slash(text: str) -> None:
     """Raise ConfigError for a URL that has lost a slash, as in Path("s3://bucket/run")."""
     protocol, colon, rest = text.partition(":")
-    if not colon or not rest.startswith("/") or not _PROTOCOL.fullmatch(protocol):
+    if not colon or not rest.startswith("/") or not re.fullmatch(_PROTOCOL, protocol):
         return
     from fsspec.registry import known_implementations, registry
 
@@ -340,7 +344,7 @@ def job_name(job: str | None, url: str | None) -> str:
     job's root as `root_url` returns it; None for a job without storage. Raises ConfigError.
     """
     if job is not None:
-        if not _NAME.fullmatch(_text("job", job)) or len(job) > 128:
+        if not re.fullmatch(_NAME, _text("job", job)) or len(job) > 128:
             raise ConfigError(
                 f"job={job!r}: use up to 128 letters, digits and _.-=+,@%~$: (no slash, no dot in "
                 "front)"
@@ -394,7 +398,7 @@ def _as_abfs(text: str) -> str:
 def is_checkpoint_name(text: str) -> bool:
     """Return whether a checkpoint may have this name."""
     return (
-        _NAME.fullmatch(text) is not None
+        re.fullmatch(_NAME, text) is not None
         and len(text) <= 200
         and text not in (HISTORIES, RECOVERIES, RESUMES)
     )

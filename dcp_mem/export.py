@@ -9,10 +9,11 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from dcp_mem.common.files import umask
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import ExportOrder, parse_bytes, root_url
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.persistence import Persist, every_n_saves
@@ -22,15 +23,13 @@ INDEX = "model.safetensors.index.json"
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes that tensors can be converted to, and from."""
 _MOST_BYTES = 8 << 20
-_WEIGHTS = re.compile(
-    r".*\.(safetensors|bin|ckpt|gguf|h5|msgpack|onnx|ot|pt|pth|tflite)(\.index\.json)?"
-)
+_WEIGHTS = r".*\.(safetensors|bin|ckpt|gguf|h5|msgpack|onnx|ot|pt|pth|tflite)(\.index\.json)?"
 
 Rename = Callable[[str], str | None]
 """Returns the name of a tensor in the export; None leaves the tensor out."""
 
 
-@dataclass(frozen=True, slots=True, init=False, kw_only=True)
+@value_class(kw_only=True, frozen=True)
 class HuggingFaceExport:
     """Turns checkpoints into directories that Hugging Face's `from_pretrained` loads.
 
@@ -216,10 +215,10 @@ def _files(files: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
 
 def _files_at(path: str) -> Iterator[str]:
     if not os.path.isdir(path):
-        if _WEIGHTS.fullmatch(os.path.basename(path)):
+        if re.fullmatch(_WEIGHTS, os.path.basename(path)):
             raise ConfigError(f"files: {path} is a file of weights, which the export makes itself")
         yield path
         return
     with os.scandir(path) as entries:
         names = sorted(one.name for one in entries if one.is_file())
-    yield from (os.path.join(path, name) for name in names if not _WEIGHTS.fullmatch(name))
+    yield from (os.path.join(path, name) for name in names if not re.fullmatch(_WEIGHTS, name))

@@ -13,11 +13,10 @@ from dcp_mem.errors import ConfigError
 
 _WASB = ("wasb", "wasbs")
 _KINDS = ("blob", "dfs")
-_DATASTORE = re.compile(
-    r"azureml://(?:subscriptions/(?P<subscription>[^/]+)/resourcegroups/(?P<group>[^/]+)/"
+_DATASTORE = (
+    r"(?i)azureml://(?:subscriptions/(?P<subscription>[^/]+)/resourcegroups/(?P<group>[^/]+)/"
     r"(?:.+/)?workspaces/(?P<workspace>[^/]+)/)?"
-    r"datastores/(?P<name>[^/]+)(?:/paths(?P<path>/.*)?)?$",
-    re.IGNORECASE,
+    r"datastores/(?P<name>[^/]+)(?:/paths(?P<path>/.*)?)?$"
 )
 # Parts of a URL that may be left out in a job of Azure ML, which has them in these variables.
 _WORKSPACE = {
@@ -53,7 +52,7 @@ def abfs_url(url: str) -> str:
 
 def _in_datastore(url: str) -> str:
     """Return the abfs URL of a path in a datastore, whose container its workspace is asked for."""
-    found = _DATASTORE.match(url)
+    found = re.match(_DATASTORE, url)
     if found is None:
         raise ConfigError(f"path={url!r} names no datastore, and so no container: {_ADVICE}")
     workspace = [found[part] or os.environ.get(name, "") for part, name in _WORKSPACE.items()]

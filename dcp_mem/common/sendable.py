@@ -15,8 +15,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import Enum
+from functools import cache
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -44,20 +45,20 @@ _made_of: dict[str, Callable[..., Any]] = {}
 
 def sendable(kind: C) -> C:
     """Let values of a class be sent: a dataclass, an enum or a named tuple of what can be sent."""
-    if is_dataclass(kind):
-        names = [one.name for one in fields(kind)]
-        sendable_as(
-            kind,
-            lambda value: [getattr(value, name) for name in names],
-            lambda *parts: kind(**dict(zip(names, parts, strict=True))),
-        )
-    elif issubclass(kind, Enum):
+    if issubclass(kind, Enum):
         sendable_as(kind, lambda value: (value.value,), kind)
-    else:
+    elif issubclass(kind, tuple):
         sendable_as(
             kind,
             tuple,
             lambda *parts: kind._make(parts),  # type: ignore[attr-defined]
+        )
+    else:
+        names = cache(lambda: [one.name for one in fields(kind)])  # type: ignore[arg-type]
+        sendable_as(
+            kind,
+            lambda value: [getattr(value, name) for name in names()],
+            lambda *parts: kind(**dict(zip(names(), parts, strict=True))),
         )
     return kind
 

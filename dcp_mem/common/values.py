@@ -6,7 +6,7 @@ Sizes are in bytes, times in seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import Literal
 
@@ -102,7 +102,7 @@ MEMORY, STORAGE = "memory", "storage"
 """The places of a checkpoint: this node's memory, and storage."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True, frozen=True)
 class Transfer:
     """The progress and cost of flushing one node's segments, over all attempts so far.
 
@@ -137,7 +137,7 @@ class Transfer:
         return self.sent_nbytes / self.segments_seconds if self.segments_seconds > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True, frozen=True)
 class CheckpointStatus:
     """The status of one checkpoint.
 

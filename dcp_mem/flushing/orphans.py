@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
@@ -29,7 +29,7 @@ COMMIT, DROP = b'"commit"', b'"drop"'
 MayDrop = Callable[[str, str], bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True, frozen=True)
 class Orphan:
     """A file or an unfinished upload that may belong to no checkpoint.
 

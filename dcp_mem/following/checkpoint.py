@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from dcp_mem.comm.bridge.calls import DcpCall, direct_call
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.functional import load, raising_cause
 from dcp_mem.loading.load_attempt import Eligible, LoadAttempt, Places
@@ -135,7 +136,7 @@ class HoldingReader(MemoryStorageReader):
             links.close()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True)
 class CheckpointFiles:
     """The files of a checkpoint, for a program that takes a path.
 

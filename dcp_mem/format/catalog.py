@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from mmap import mmap
@@ -83,7 +82,7 @@ class Rows:
     number: Ints
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@value_class(kw_only=True, eq=False, frozen=True, slots=False)
 class Catalog:
     """The contents of a checkpoint, as columns of entries and rows.
 
@@ -398,7 +397,7 @@ MEMORY_FORMATS = {
     "torch.preserve_format": 2,
 }
 """Values of DCP's `_MEM_FORMAT_ENCODING`; it has no others."""
-_NAME = re.compile(r"torch\.[A-Za-z0-9_]+")
+_NAME = r"torch\.[A-Za-z0-9_]+"
 
 
 def _written(one: Properties) -> list[Any]:
@@ -410,7 +409,7 @@ def _read(written: Sequence[Any]) -> Properties:
     if memory_format not in MEMORY_FORMATS:
         raise ValueError(f"a memory format {memory_format!r}")
     for name in (dtype, layout):
-        if not _NAME.fullmatch(name):
+        if not re.fullmatch(_NAME, name):
             raise ValueError(f"{name!r} is no name of torch's")
     return Properties(
         dtype=dtype,

@@ -6,7 +6,6 @@ Items of the layout lie in the same place in all saves; items of the tail differ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +18,7 @@ from dcp_mem.format.column_file import distinct_rows
 _LACKING = "the manifest lacks items that the catalog has: they aren't of one save"
 
 
-@dataclass(frozen=True, eq=False)
+@value_class(eq=False, frozen=True, slots=False)
 class LayoutItems:
     """The items of all of a catalog's layouts, one layout below the other."""
 

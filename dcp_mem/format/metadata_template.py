@@ -42,7 +42,7 @@ _ID_LENGTH = 8
 _PLACEHOLDER = "0" * _ID_LENGTH
 _OFFSET, _LENGTH = -5, -2
 """Index of offset and length among the pieces of a record of storage data."""
-_ID_OF_FILE = re.compile(rb"(?<=-)%b(?=\.distcp)" % _PLACEHOLDER.encode())
+_ID_OF_FILE = rb"(?<=-)%b(?=\.distcp)" % _PLACEHOLDER.encode()
 
 # -- torch's names --------------------------------------------------------------------------------
 
@@ -125,7 +125,9 @@ class _Shared:
         """Write the names of all ranks' segments; return them and where their save ids begin."""
         start = self._stream.tell()
         numbers = self.keep([segment_file(rank, _PLACEHOLDER) for rank in ranks])
-        return numbers, [one.start() for one in _ID_OF_FILE.finditer(self.data(), start)]
+        return numbers, [
+            one.start() for one in re.compile(_ID_OF_FILE).finditer(self.data(), start)
+        ]
 
     def data(self) -> bytearray:
         """Return all that has been written."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, repeat
 
 import numpy as np
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.format.column_file import Ints, in_32_bits, matrix
 
 _MOST = float(1 << 62)
@@ -80,7 +80,7 @@ class RunPool:
         return Runs(first, step, length, values)
 
 
-@dataclass(frozen=True, eq=False)
+@value_class(eq=False, frozen=True, slots=False)
 class Runs:
     """Runs by number. One of negative length is listed: its integers are values[first:]."""
 

@@ -55,7 +55,7 @@ from dcp_mem.saving.dcp_takeover import ReturnedMetadata
 from dcp_mem.saving.overlap import overlap_of
 from dcp_mem.writer import MemoryStorageWriter
 
-_LAST_NUMBER = re.compile(r"(\d+)\D*$")
+_LAST_NUMBER = r"(\d+)\D*$"
 
 
 @takes(ManagerOptions, DEFAULTS)
@@ -551,7 +551,7 @@ def _number(step: object) -> int:
 
 
 def _step_of(report: RecoveryReport) -> int:
-    match = _LAST_NUMBER.search(report.checkpoint_id)
+    match = re.search(_LAST_NUMBER, report.checkpoint_id)
     if report.step is not None:
         return report.step
     if match is None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal
 
-_NAME = re.compile(r"step-(\d+)")
+from dcp_mem.common.value_class import value_class
+
+_NAME = r"step-(\d+)"
 
 
 def name_of(step: int) -> str:
@@ -16,11 +17,11 @@ def name_of(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step that a checkpoint is called after; None for one that no manager named."""
-    match = _NAME.fullmatch(name)
+    match = re.fullmatch(_NAME, name)
     return int(match[1]) if match else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True, frozen=True)
 class Saved:
     """The result of one call of `save`; true if it made, or began, a checkpoint.
 

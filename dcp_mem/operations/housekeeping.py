@@ -6,11 +6,11 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.common.log import log
+from dcp_mem.common.value_class import value_class
 from dcp_mem.config import Settings, checkpoint_name, memory_root_path
 from dcp_mem.errors import CheckpointInUse, CheckpointNotFound, JobInUse
 from dcp_mem.flushing.orphans import Orphan, delete_checkpoint, orphans
@@ -30,7 +30,7 @@ from dcp_mem.storage.posix_paths import link_target
 from dcp_mem.storage.routes import open_storage, storage_of
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True)
 class Reclaimed:
     """A dead job's memory.
 

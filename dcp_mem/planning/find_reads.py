@@ -10,7 +10,6 @@ Everything is done for all boxes at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import compress
 from typing import Any
@@ -259,7 +258,7 @@ def _bisect(values: Ints, low: Ints, high: Ints, target: Ints) -> Ints:
 # -- the reads ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@value_class(kw_only=True, eq=False, frozen=True, slots=False)
 class _Found:
     """A plan's items, each with its place in memory and its chunks in one save's segments."""
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 
+from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ConfigError
 
 _SECONDS_OF = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+_NUMBER_AND_UNIT = r"(?i)\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value_class(kw_only=True, frozen=True)
 class Advice:
     """The recommended save interval and its cost.
 
@@ -57,7 +57,7 @@ class Advice:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True)
 class Auto:
     """Save as often as costs least; made by `auto`.
 
@@ -144,7 +144,7 @@ def parse_seconds(duration: float | str, argument: str) -> float:
     """
     if not isinstance(duration, str):
         return _seconds(argument, duration)
-    match = _NUMBER_AND_UNIT.fullmatch(duration)
+    match = re.fullmatch(_NUMBER_AND_UNIT, duration)
     seconds = float(match[1]) * _SECONDS_OF.get(match[2].lower(), 0.0) if match is not None else 0.0
     if not 0 < seconds < math.inf:
         raise ConfigError(

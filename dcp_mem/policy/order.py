@@ -15,8 +15,8 @@ Decided from the numbers that saves got from their ranks. The rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import partial, total_ordering
 from operator import attrgetter
 from typing import TypeVar
 
@@ -30,7 +30,8 @@ _NUMBER = attrgetter("number")
 
 
 @sendable
-@dataclass(frozen=True, slots=True, order=True)
+@value_class(frozen=True)
+@total_ordering
 class SaveNumber:
     """The number of a save within its job; the greater one is newer."""
 
@@ -46,6 +47,9 @@ class SaveNumber:
     def unpacked(packed: int) -> SaveNumber:
         """Return the number that `packed` stands for."""
         return SaveNumber(*divmod(packed, _COUNTS))
+
+    def __lt__(self, other: SaveNumber) -> bool:
+        return (self.generation, self.count) < (other.generation, other.count)
 
     def __str__(self) -> str:
         return f"{self.generation}.{self.count}" if self.generation else "none"

@@ -12,7 +12,6 @@ Decided from the saves, seconds and steps since the last save that the policy ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ConfigError
@@ -77,7 +76,7 @@ def count_from(
     return max(before, key=lambda one: one.step or 0, default=own)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True)
 class Persist:
     """A policy that persists the first save, and each one far enough behind the last it chose.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from dcp_mem.comm import Ranks, world_size
 from dcp_mem.common.sendable import sendable
+from dcp_mem.common.value_class import value_class
 
 
 @sendable
@@ -19,7 +19,7 @@ class Home(NamedTuple):
     domain: str
 
 
-@dataclass(frozen=True)
+@value_class(frozen=True, slots=False)
 class Topology:
     """The nodes and failure domains of the ranks of one save or load."""
 

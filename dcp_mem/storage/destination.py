@@ -10,7 +10,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
 from dcp_mem.common.parallel import daemon
@@ -140,6 +139,8 @@ def _classes_of_a_new_process() -> dict[str, str]:
     What this process has added to its own registry isn't among them: the registry's source is run
     once more, apart from it.
     """
+    from importlib.metadata import entry_points  # 20 ms: a directory needs none
+
     spec = importlib.util.find_spec("fsspec.registry")
     assert spec is not None
     assert spec.loader is not None

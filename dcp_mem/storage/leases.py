@@ -21,7 +21,7 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.storage import Storage
 
 _DIRECTORY = ".dcp_mem"
-_READER = re.compile(r"reader-[0-9a-f]{12}-(.+)\.json")
+_READER = r"reader-[0-9a-f]{12}-(.+)\.json"
 _LONGEST_SECONDS = 86_400.0
 
 
@@ -67,7 +67,7 @@ def is_being_read(storage: Storage, name: str) -> bool:
     """Return whether a checkpoint has a lease; leases that are too old are removed."""
     found = False
     for entry in storage.ls(_DIRECTORY):
-        match = _READER.fullmatch(entry.name)
+        match = re.fullmatch(_READER, entry.name)
         if match is None:
             continue
         if 0.0 < entry.modified < time.time() - _LONGEST_SECONDS:

@@ -70,7 +70,7 @@ _UNAVAILABLE_FILE = {
 """Of one file, where the root answers; a mount that is gone says other things, or this of all."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_TEXT = "no space is left there. Free some, or raise the quota; the flush is tried again."
-_UNFINISHED = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.(?:part|new|tmp))+")
+_UNFINISHED = r"(.+?)(?:\.[0-9a-f]{8}\.(?:part|new|tmp))+"
 """Of an upload, of a put on condition, of a put; a put on condition begins with a put."""
 _ABOVE = {".", ".."}
 _LOCK = ".dcp_mem/lock"
@@ -278,7 +278,7 @@ class PosixStorage:
         ):
             for directory, _, files in os.walk(top):
                 for file in files:
-                    match = _UNFINISHED.fullmatch(file)
+                    match = re.fullmatch(_UNFINISHED, file)
                     if match is not None:
                         path = os.path.join(directory, file)
                         key = above + os.path.relpath(os.path.join(directory, match[1]), top)
@@ -291,7 +291,7 @@ class PosixStorage:
             with self._at(key) as path:
                 directory, name = os.path.split(path)
                 for file in os.listdir(directory):
-                    match = _UNFINISHED.fullmatch(file)
+                    match = re.fullmatch(_UNFINISHED, file)
                     if match is not None and match[1] == name:
                         remove(os.path.join(directory, file))
             self._remove_parent_if_empty(key)

@@ -95,9 +95,9 @@ _ADVICE = {
     "or the other way round. Check the URL.",
     "BlobArchived": "It was archived: bring it back from the archive tier first.",
 }
-_SIGNATURE = re.compile(r"(?i)([?&](?:sig|x-amz-signature|x-amz-security-token)=)[^&\s'\")]+")
+_SIGNATURE = r"(?i)([?&](?:sig|x-amz-signature|x-amz-security-token)=)[^&\s'\")]+"
 """Signatures in a URL: credential objects sign with secrets that aren't in the options."""
-_ERROR_CODE = re.compile(r"ErrorCode:(\w+)|<Code>(\w+)</Code>")
+_ERROR_CODE = r"ErrorCode:(\w+)|<Code>(\w+)</Code>"
 _REFUSED_NAMES = {
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -173,7 +173,7 @@ class Translator:
     def _redacted(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return _SIGNATURE.sub(r"\1***", text)
+        return re.sub(_SIGNATURE, r"\1***", text)
 
 
 def says(error: BaseException | None, *words: str) -> bool:
@@ -245,7 +245,7 @@ def _seconds(text: str) -> float:
 def _first_line(error: Exception) -> str:
     """Return what the error says, without the request ids and the XML of Azure's errors."""
     lines = str(error).strip().splitlines()
-    code = _ERROR_CODE.search("\n".join(lines[1:]))
+    code = re.search(_ERROR_CODE, "\n".join(lines[1:]))
     return (lines[0] if lines else "no reason given") + (f" ({code[1] or code[2]})" if code else "")
 
 

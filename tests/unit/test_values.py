@@ -1,10 +1,20 @@
 """How values are made: what has many fields is made by their names."""
 
+from __future__ import annotations
+
 import ast
+import copy
+import pickle
+import threading
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, FrozenInstanceError, asdict, field, replace
+from functools import cached_property
 from pathlib import Path
 
+import pytest
+
 import dcp_mem
+from dcp_mem.common.value_class import value_class
 
 PACKAGE = Path(dcp_mem.__file__).parent
 
@@ -70,3 +80,72 @@ def test_values_that_can_be_made_by_position_are_found() -> None:
     for head, expected in heads.items():
         assert list(_made_by_position(f"{head}\n    {fields}")) == expected, head
     assert list(_made_by_position("A = namedtuple('A', 'a b c d e')")) != []
+
+
+@value_class(frozen=True)
+class Frozen:
+    """Its docstring stays."""
+
+    x: int
+    ys: list[int] = field(default_factory=list, compare=False)
+    _: KW_ONLY
+    z: int = 3
+
+
+@value_class(frozen=True, slots=False)
+class WithCache:
+    x: int
+
+    @cached_property
+    def double(self) -> int:
+        return 2 * self.x
+
+
+@value_class(kw_only=True)
+class Base:
+    x: int
+    y: int = 2
+
+
+@value_class(kw_only=True)
+class Derived(Base):
+    z: int = 1
+    _: KW_ONLY
+
+
+def _use_values() -> None:
+    one = Frozen(1, z=4)
+    assert one == Frozen(1, [5], z=4) != Frozen(1)
+    assert hash(one) == hash(Frozen(1, z=4))
+    assert repr(one) == "Frozen(x=1, ys=[], z=4)"
+    assert one == pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == replace(one)
+    assert asdict(Derived(x=5)) == {"x": 5, "y": 2, "z": 1}
+    cached = WithCache(4)
+    assert cached.double == pickle.loads(pickle.dumps(cached)).double == 8
+
+
+def test_values_compiled_by_several_threads_at_once_are_whole() -> None:
+    failures: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            _use_values()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert Frozen.__doc__ == "Its docstring stays."
+
+
+def test_frozen_values_refuse_changes() -> None:
+    one = Frozen(1)
+    with pytest.raises(FrozenInstanceError):
+        one.x = 2  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        del one.x
+    assert not hasattr(one, "__dict__")
