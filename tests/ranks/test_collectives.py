@@ -25,7 +25,7 @@ from dcp_mem.comm.peers import TcpWire
 from dcp_mem.comm.relay import _FAN_OUT, Tree, tree_of
 from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
 from tests.support.checkpoints.plans import SAVES
-from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.processes.forks import forked_ranks, on_ranks, raised_by
 from tests.support.processes.kill_targets import forked
 from tests.support.variants import with_variants
 
@@ -674,11 +674,16 @@ def test_a_save_like_the_one_before_needs_no_exchange_of_all_with_all(
         assert found[9][0] > 0, "the exchanges of a save that agrees on its room weren't counted"
 
 
-def _saves_out_of_the_ordinary(job: Job, road: str) -> dict[str, tuple[int, str]]:
-    """Each between saves that are as usual."""
+@pytest.mark.parametrize("road", ["dcp.save", "dcp_mem.save"])
+@on_ranks(2)
+def test_whatever_is_out_of_the_ordinary_on_one_rank_is_settled_by_all_and_the_next_save_is_as_usual(  # noqa: E501
+    memory_job: Job, road: str
+) -> None:
     rank = dist.get_rank()
     found: dict[str, tuple[int, str]] = {}
-    with job.writer(keep_memory=1, overwrite=False, memory_limit="64MiB", on_full="skip") as writer:
+    with memory_job.writer(
+        keep_memory=1, overwrite=False, memory_limit="64MiB", on_full="skip"
+    ) as writer:
         step = 0
 
         def save(name: str, state: dict[str, Any]) -> object:
@@ -706,25 +711,17 @@ def _saves_out_of_the_ordinary(job: Job, road: str) -> dict[str, tuple[int, str]
         names = [status.name for status in writer.status() if status.in_memory]
         assert names[0] == f"usual-{step}"
         dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("road", ["dcp.save", "dcp_mem.save"])
-def test_whatever_is_out_of_the_ordinary_on_one_rank_is_settled_by_all_and_the_next_save_is_as_usual(  # noqa: E501
-    memory_job: Job, road: str
-) -> None:
-    for found in forked_ranks(_saves_out_of_the_ordinary, 2, memory_job, road):
-        for what in (
-            "other names",
-            "another structure on rank 1",
-            "one that is there",
-            "too large for memory",
-        ):
-            assert found[f"before {what}"] == (0, ""), what
-            # Another structure needs no exchange of all with all: the ballot tells all of it.
-            assert (found[what][0] > 0) == (what != "another structure on rank 1"), what
-        assert "different checkpoint ids: rank-0, rank-1" in found["other names"][1]
-        assert found["another structure on rank 1"][1] == ""
-        assert found["one that is there"][1].startswith("CheckpointExists")
-        assert found["too large for memory"][1] == ""  # it is skipped
-        assert found["after all"][1] == ""
+    for what in (
+        "other names",
+        "another structure on rank 1",
+        "one that is there",
+        "too large for memory",
+    ):
+        assert found[f"before {what}"] == (0, ""), what
+        # Another structure needs no exchange of all with all: the ballot tells all of it.
+        assert (found[what][0] > 0) == (what != "another structure on rank 1"), what
+    assert "different checkpoint ids: rank-0, rank-1" in found["other names"][1]
+    assert found["another structure on rank 1"][1] == ""
+    assert found["one that is there"][1].startswith("CheckpointExists")
+    assert found["too large for memory"][1] == ""  # it is skipped
+    assert found["after all"][1] == ""

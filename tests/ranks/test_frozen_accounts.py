@@ -18,7 +18,7 @@ from tests.support.checkpoints.held import names_in, rejected_in, wait_for_compa
 from tests.support.checkpoints.jobs import Job, occupied, wait_for_spare_slots, wait_until
 from tests.support.command import command
 from tests.support.processes import faults
-from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
+from tests.support.processes.forks import forked, forked_ranks, forking, in_process, raised_by
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,24 +61,17 @@ def _frozen_file(job: Job, step: int) -> Path:
 # -- limits ----------------------------------------------------------------------------------------
 
 
-def _save_within(job: Job, nbytes: int, keep: int, changes: tuple[int, ...]) -> list[int]:
-    """Save eight times within a limit; the base is written to before these saves."""
-    state, kept = _state(), []
-    options: dict[str, Any] = {"memory_limit": nbytes, "on_full": "raise", "keep_memory": keep}
-    with job.writer(frozen="base.*", agent="thread", **options) as writer:
-        for step in range(1, 9):
-            if step in changes:
-                state["base.a"].add_(1)
-            _save(writer, state, step)
-            _assert_loads(job, state, step)
-            kept.append(len(names_in(job.directory)))
-            wait_for_spare_slots()
-            assert occupied(job.directory) <= nbytes
-    return kept
-
-
+@in_process
 def test_a_memory_limit_counts_a_shared_base_once(memory_job: Job) -> None:
-    kept = forked(_save_within, memory_job, BASE + 6 * SLOT, 4, ())
+    nbytes, state, kept = BASE + 6 * SLOT, _state(), []
+    options: dict[str, Any] = {"memory_limit": nbytes, "on_full": "raise", "keep_memory": 4}
+    with memory_job.writer(frozen="base.*", agent="thread", **options) as writer:
+        for step in range(1, 9):
+            _save(writer, state, step)
+            _assert_loads(memory_job, state, step)
+            kept.append(len(names_in(memory_job.directory)))
+            wait_for_spare_slots()
+            assert occupied(memory_job.directory) <= nbytes
     assert kept[-4:] == [4, 4, 4, 4]
 
 
