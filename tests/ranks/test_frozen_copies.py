@@ -44,7 +44,6 @@ BASE_NBYTES, ADAPTER_NBYTES = 8 * MIB, MIB
 SLOT_MORE = 4 * MIB
 """What a slot may take beyond its segment: room for a tail, and whole huge pages."""
 _QUICK = {"DCP_MEM_REPLICATION_TIMEOUT": "5", "DCP_MEM_TIMEOUT": "30"}
-Values = Mapping[str, int]
 
 
 class Own(DefaultSavePlanner):

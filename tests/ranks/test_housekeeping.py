@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from dcp_mem import JobInUse, MemoryRootRefused, Reclaimed, reclaim
+from dcp_mem import MemoryRootRefused, Reclaimed, reclaim
 from dcp_mem.format import names
 from dcp_mem.memory import checksumming
 from dcp_mem.memory.job import JobMemory
@@ -102,24 +102,6 @@ def test_checkpoint_that_is_being_read_keeps_its_job(memory_job: Job) -> None:
     assert "being read" in left.kept
     reader.close()
     assert reclaim(memory_job.memory)[0].kept == ""
-
-
-def _save_here(job: Job) -> str:
-    try:
-        save(job.writer(), 9)
-    except BaseException as error:
-        failures = getattr(error, "failures", {})
-        return " ".join(f"{type(one[0]).__name__}: {one[0]}" for one in failures.values())
-    return ""
-
-
-def test_job_of_a_live_other_run_is_refused_with_what_to_do(memory_job: Job) -> None:
-    with memory_job.writer() as writer:
-        save(writer, 1)
-        refused = forked(_save_here, memory_job)
-        assert refused.startswith(JobInUse.__name__)
-        assert "End that run, or give this one another job=" in refused
-    assert forked(_save_here, memory_job) == ""
 
 
 # -- what a close leaves, by name ------------------------------------------------------------------
