@@ -372,8 +372,14 @@ def test_arguments_that_cannot_work(memory_root: Path) -> None:
 # -- trainers in one process -----------------------------------------------------------------------
 
 
-def _stock(root: str, memory: str) -> None:
+@pytest.mark.slow
+@in_process
+def test_lightnings_own_callback_keeps_what_it_is_told_to(
+    memory_root: Path, tmp_path: Path
+) -> None:
     """Train with Lightning's own ModelCheckpoint; resume, and validate the best weights."""
+    root = str(tmp_path / "run")
+    memory = str(memory_root)
 
     def checkpoints() -> ModelCheckpoint:
         return ModelCheckpoint(
@@ -403,14 +409,14 @@ def _stock(root: str, memory: str) -> None:
 
 
 @pytest.mark.slow
-def test_lightnings_own_callback_keeps_what_it_is_told_to(
-    memory_root: Path, tmp_path: Path
+@pytest.mark.parametrize("shards", [pytest.param(False, marks=pytest.mark.variant), True])
+@in_process
+def test_training_goes_on_from_a_file_that_lightning_wrote(
+    memory_root: Path, tmp_path: Path, shards: bool
 ) -> None:
-    forked(_stock, str(tmp_path / "run"), str(memory_root))
-
-
-def _from_a_file(root: str, memory: str, shards: bool) -> None:
     """Train with Lightning alone, and go on from its file with the plugin."""
+    root = str(tmp_path)
+    memory = str(memory_root)
     stock = trainer(TorchCheckpointIO(), ModelCheckpoint(f"{root}/names", "{epoch}"), max_epochs=1)
     stock.fit(Model())
     strategy: Any = "auto"
@@ -424,18 +430,14 @@ def _from_a_file(root: str, memory: str, shards: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [pytest.param(False, marks=pytest.mark.variant), True])
-def test_training_goes_on_from_a_file_that_lightning_wrote(
-    memory_root: Path, tmp_path: Path, shards: bool
-) -> None:
-    forked(_from_a_file, str(tmp_path), str(memory_root), shards)
-
-
-def _callback(root: str, memory: str) -> None:
+@in_process
+def test_a_signal_has_the_newest_flushed(memory_root: Path, tmp_path: Path) -> None:
     """Train with our callback: loggers get its figures, checkpoints the metrics.
 
     After a signal the newest checkpoint is flushed before Lightning ends.
     """
+    root = str(tmp_path / "run")
+    memory = str(memory_root)
     logger = CSVLogger(f"{root}-logs", name="", version="")
     plugin = MemoryCheckpointIO(root, memory_root=memory, persist=False)
     callback = MemoryCheckpoint(preemption="SIGTERM")
@@ -455,11 +457,6 @@ def _callback(root: str, memory: str) -> None:
         resumed, ckpt_path="last"
     )
     assert resumed.first == BATCHES
-
-
-@pytest.mark.slow
-def test_a_signal_has_the_newest_flushed(memory_root: Path, tmp_path: Path) -> None:
-    forked(_callback, str(tmp_path / "run"), str(memory_root))
 
 
 @in_process
@@ -511,7 +508,12 @@ def _kept(
     }
 
 
-def _names_in_memory_beside_stock(root: str, memory: str) -> None:
+@in_process
+def test_a_name_that_is_taken_gets_a_version_as_with_stock(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    root = str(tmp_path)
+    memory = str(memory_root)
     twice_an_epoch = {"val_check_interval": 2, "limit_train_batches": 4, "max_epochs": 2}
     runs: list[dict[str, Any]] = [{}, {"max_epochs": 1}, twice_an_epoch]
     ours, stock = [], []
@@ -524,22 +526,14 @@ def _names_in_memory_beside_stock(root: str, memory: str) -> None:
     assert len({name for run in ours for name in run}) == 5
 
 
-def test_a_name_that_is_taken_gets_a_version_as_with_stock(
-    memory_root: Path, tmp_path: Path
-) -> None:
-    forked(_names_in_memory_beside_stock, str(tmp_path), str(memory_root))
-
-
-def _names_on_storage(root: str, memory: str) -> list[str]:
+@in_process
+def test_a_name_that_storage_alone_has_is_taken(memory_root: Path, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    memory = str(memory_root)
     names = list[str]()
     for place in ("one", "two"):  # the second run's node has nothing in memory
         plugin = MemoryCheckpointIO(root, memory_root=f"{memory}/{place}")
         names += _kept(MemoryCheckpoint, plugin, "", max_epochs=1, limit_train_batches=1)
-    return names
-
-
-def test_a_name_that_storage_alone_has_is_taken(memory_root: Path, tmp_path: Path) -> None:
-    names = forked(_names_on_storage, str(tmp_path), str(memory_root))
     assert names == ["best.ckpt", "best-v1.ckpt"]
 
 
@@ -605,17 +599,16 @@ def test_a_link_is_removed_or_replaced_without_what_it_points_to(
     plugin.teardown()
 
 
-def _inside_lightnings_asynchronous_plugin(root: str, memory: str) -> list[str]:
-    plugin = MemoryCheckpointIO(root, memory_root=memory)
-    around = AsyncCheckpointIO(plugin)
-    trainer(around, ModelCheckpoint(root), max_epochs=1).fit(Model())
-    return sorted(committed_in(Path(root)))
-
-
+@in_process
 def test_what_lightnings_asynchronous_plugin_wraps_has_flushed_when_fit_returns(
     memory_root: Path, tmp_path: Path
 ) -> None:
-    names = forked(_inside_lightnings_asynchronous_plugin, str(tmp_path / "run"), str(memory_root))
+    root = str(tmp_path / "run")
+    memory = str(memory_root)
+    plugin = MemoryCheckpointIO(root, memory_root=memory)
+    around = AsyncCheckpointIO(plugin)
+    trainer(around, ModelCheckpoint(root), max_epochs=1).fit(Model())
+    names = sorted(committed_in(Path(root)))
     assert names == [f"epoch=0-step={BATCHES}.ckpt"]
 
 

@@ -128,7 +128,10 @@ def test_a_killed_training_goes_on_from_memory_and_from_storage_to_the_bit(
 # -- one process -----------------------------------------------------------------------------------
 
 
-def _saves_and_loads(job: Job) -> None:
+@pytest.mark.parametrize("where", ["memory", "storage"])
+@in_process
+def test_what_was_saved_is_loaded(where: str, job: Job, memory_job: Job) -> None:
+    job = job if where == "storage" else memory_job
     manager = _manager(job)
     for number in (1, 2):
         manager.save(f"step-{number}", _state(number))
@@ -136,11 +139,6 @@ def _saves_and_loads(job: Job) -> None:
     if job.url is not None:
         assert _load(manager, f"{job.url}/step-2") == 2
     manager.close()
-
-
-@pytest.mark.parametrize("where", ["memory", "storage"])
-def test_what_was_saved_is_loaded(where: str, job: Job, memory_job: Job) -> None:
-    forked(_saves_and_loads, job if where == "storage" else memory_job)
 
 
 def _loads_all(job: Job) -> list[int]:

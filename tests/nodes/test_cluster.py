@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
@@ -19,50 +16,6 @@ from tests.support.nodes.cluster import MEMORY, Cluster, job_on_nodes
 
 _MIB = 1 << 20
 _STARTED_SECONDS = 60.0
-
-
-def _summed(number: int) -> int:
-    value = torch.tensor(number)
-    dist.all_reduce(value)
-    return int(value)
-
-
-# -- nodes -----------------------------------------------------------------------------------------
-
-
-def _introduce() -> tuple[int, int, str, list[str], int]:
-    """Return the world size as told and as counted, the host, and facts of its memory.
-
-    The facts are the names of those that have written to the memory, and its bytes.
-    """
-    host = socket.gethostname()
-    Path(MEMORY, f"{host}-{os.environ['LOCAL_RANK']}").touch()
-    counted = _summed(1)
-    facts = os.statvfs(MEMORY)
-    names = sorted(path.name for path in MEMORY.iterdir() if path.name.startswith("node"))
-    return dist.get_world_size(), counted, host, names, facts.f_blocks * facts.f_frsize
-
-
-@pytest.mark.nodes(2, memory_bytes=32 * _MIB, huge="within_size")
-def test_ranks_on_two_nodes_meet_over_gloo_and_each_node_has_a_memory_of_its_own(
-    cluster: Cluster,
-) -> None:
-    first, second = (node.name for node in cluster.nodes)
-    assert cluster.launch(_introduce, ranks_per_node=2).results() == [
-        (4, 4, host, [f"{host}-0", f"{host}-1"], 32 * _MIB)
-        for host in (first, first, second, second)
-    ]
-    assert {path.name for path in Path(f"{cluster.nodes[1].root}/{MEMORY}").glob("node*")} == {
-        f"{second}-0",
-        f"{second}-1",
-    }
-    for node in cluster.nodes:
-        (mount,) = (
-            line
-            for line in (node.root / "proc/1/mountinfo").read_text().splitlines()
-            if node.name in line
-        )
-        assert "huge=within_size" in mount
 
 
 @pytest.mark.nodes(1)
@@ -81,33 +34,6 @@ def test_a_killed_node_takes_its_detached_processes_and_its_memory_along(cluster
     wait_until(lambda: not _traces(node.name), "the tmpfs is gone", timeout=10)
     with pytest.raises(RuntimeError, match="killed"):
         node.inside(["true"])
-
-
-# -- what happens to nodes that work together ------------------------------------------------------
-
-
-def _sum_for_ever(started: Path) -> None:
-    while True:
-        _summed(1)
-        started.touch()
-
-
-@pytest.mark.nodes(2)
-@pytest.mark.parametrize(("silently", "patience"), [(False, 300.0), (True, 5.0)])
-def test_a_rank_gets_an_error_when_the_other_node_is_lost(
-    cluster: Cluster, tmp_path: Path, silently: bool, patience: float
-) -> None:
-    job = cluster.launch(_sum_for_ever, tmp_path / "started", patience=patience)
-    wait_until((tmp_path / "started").exists, job.output(), _STARTED_SECONDS)
-    lost = cluster.nodes[1]
-    if silently:
-        lost.unplug()
-    lost.kill()
-    survivor, ending = job.wait(timeout=60)
-    assert survivor.exit_code == 1
-    assert (" by peer" in survivor.output) != silently, "closed or reset by peer"
-    assert ("imed out" in survivor.output) == silently
-    assert ending.exit_code == -signal.SIGKILL
 
 
 # -- nothing is left -------------------------------------------------------------------------------

@@ -177,24 +177,6 @@ def test_ls_shows_what_is_where(shell: Shell) -> None:
     assert lines[2][-1] == "loss=0.5"
 
 
-def test_ls_answers_programs(shell: Shell) -> None:
-    answer = shell.json("ls")
-    assert (answer["job"], answer["root"]) == (shell.job.name, shell.job.url)
-    newest, both, _ = answer["checkpoints"]
-    assert (newest["name"], newest["state"], newest["places"], newest["persist"]) == (
-        "step-3",
-        "complete",
-        ["memory"],
-        False,
-    )
-    assert (both["step"], both["metrics"], both["places"]) == (
-        2,
-        {"loss": 0.5},
-        ["memory", "storage"],
-    )
-    assert both["bytes"] > 2000
-
-
 def test_ls_without_root_lists_the_jobs_of_the_node(shell: Shell) -> None:
     result = run("ls", "--memory-root", shell.job.memory)
     assert result.exit_code == 0
@@ -633,16 +615,6 @@ def test_gc_only_looks_unless_it_is_told(shell: Shell) -> None:
     assert not shell.job.directory.exists()
     assert not [path for path in _stored(shell.job, "step-0").rglob("*") if path.is_file()]
     assert _stored(shell.job, "step-1").exists()
-
-
-def test_gc_never_touches_a_live_job(job: Job) -> None:
-    with job.writer(persist=False) as writer:
-        save(writer, 1)
-        assert (
-            json.loads(run("gc", "--memory-root", job.memory, "--yes", "--json").stdout)["memory"]
-            == []
-        )
-        assert load_anew(Job(None, job.memory)).number == 1
 
 
 # -- flush -----------------------------------------------------------------------------------------

@@ -7,14 +7,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp_mem
@@ -25,8 +27,9 @@ from dcp_mem.comm.peers import TcpWire
 from dcp_mem.comm.relay import _FAN_OUT, Tree, tree_of
 from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
 from tests.support.checkpoints.plans import SAVES
-from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.processes.forks import forked_ranks, on_ranks, raised_by
 from tests.support.processes.kill_targets import forked
+from tests.support.seeds import SEED
 from tests.support.variants import with_variants
 
 T = TypeVar("T")
@@ -133,203 +136,90 @@ def _steps(count: int) -> int:
 # -- what goes along a tree ------------------------------------------------------------------------
 
 
-@st.composite
-def any_trees(draw: st.DrawFn) -> list[Tree]:
-    """The trees of a layout, or any other tree of up to ten ranks, in which some are leaders."""
-    if draw(st.booleans()):
-        return _trees(draw(layouts(most=10)))
-    size = draw(st.integers(1, 10))
-    order = [0, *draw(st.permutations(range(1, size)))]
-    parents: dict[int, int | None] = {0: None}
-    leads = {0: True}
-    for position, rank in enumerate(order[1:], 1):
-        parent = draw(st.sampled_from(order[:position]))
-        parents[rank], leads[rank] = parent, leads[parent] and draw(st.booleans())
-    bare = [Tree(rank=rank, parent=parents[rank]) for rank in range(size)]
-    below = _descendants(bare)
-
-    def groups(rank: int, of_leaders: bool) -> list[list[int]]:
-        children = [
-            other for other in range(size) if parents[other] == rank and leads[other] == of_leaders
-        ]
-        return [[child, *sorted(below[child])] for child in children]
-
-    return [
-        Tree(
-            rank=rank,
-            parent=parents[rank],
-            leaders_below=groups(rank, True),
-            neighbours_below=groups(rank, False),
-            is_leader=leads[rank],
-        )
-        for rank in range(size)
-    ]
-
-
 class _Wire:
-    """Queues between ranks that are threads; who reads from an empty one for too long fails."""
+    """Queues between ranks that are threads; notes the bytes that it sends to each."""
 
     def __init__(
         self, rank: int, queues: Mapping[tuple[int, int], "queue.SimpleQueue[bytes]"]
     ) -> None:
         self._rank, self._queues = rank, queues
+        self.sent: list[tuple[int, int]] = []
 
     def send(self, ranks: Sequence[int], data: Any) -> None:
         for rank in ranks:
+            self.sent.append((rank, len(bytes(data))))
             self._queues[self._rank, rank].put(bytes(data))
 
     def receive(self, ranks: Sequence[int]) -> list[bytes]:
         return [self._queues[rank, self._rank].get(timeout=10) for rank in ranks]
 
 
-def _together(trees: Sequence[Tree], act: Callable[[relay.Wire, Tree], T]) -> list[T]:
+def _together(nodes: Nodes, act: Callable[[_Wire, Tree], T]) -> list[T]:
     """What `act` returns on every rank; nothing that was sent may be left over."""
-    ranks = range(len(trees))
+    ranks = range(len(nodes))
     queues: dict[tuple[int, int], queue.SimpleQueue[bytes]] = {
         (one, other): queue.SimpleQueue() for one in ranks for other in ranks
     }
-    results: dict[int, T] = {}
-
-    def work(rank: int) -> None:
-        results[rank] = act(_Wire(rank, queues), trees[rank])
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == len(trees), "some rank failed"
+    trees = _trees(nodes)
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        found = list(pool.map(lambda rank: act(_Wire(rank, queues), trees[rank]), ranks))
     assert all(one.empty() for one in queues.values())
-    return [results[rank] for rank in ranks]
+    return found
 
 
-VALUES = st.one_of(st.integers(), st.text(max_size=3), st.binary(max_size=300))
+@pytest.mark.parametrize("nodes", [[f"{rank % 20}" for rank in range(100)], ["one"] * 90])
+def test_each_message_arrives_once_in_deep_trees(nodes: Nodes) -> None:
+    world = len(nodes)
 
+    def act(wire: _Wire, tree: Tree) -> list[Any]:
+        rank, is_root = tree.rank, tree.rank == 0
+        told = relay.tell_leaders(wire, tree, b"told" if is_root else b"another's")
+        return [
+            relay.all_reduce(wire, tree, Counter([rank]), lambda one, other: one + other),
+            relay.gather(wire, tree, rank, list),
+            relay.reduce(wire, tree, Counter([rank]), lambda parts: sum(parts, Counter())),
+            relay.broadcast(wire, tree, "first" if is_root else None),
+            None if told is None else bytes(told),
+            relay.scatter(wire, tree, [f"for {one}" for one in range(world * is_root)]),
+            relay.route(wire, tree, {(rank + 1) % world: rank, 0: -rank}),
+        ]
 
-@settings(max_examples=40)
-@given(any_trees(), st.data())
-def test_all_reduce_joins_every_rank_once(trees: list[Tree], data: st.DataObject) -> None:
-    values = data.draw(st.lists(VALUES, min_size=len(trees), max_size=len(trees)))
-    expected = Counter(enumerate(values))
-
-    def act(wire: relay.Wire, tree: Tree) -> Counter[tuple[int, Any]]:
-        mine = Counter([(tree.rank, values[tree.rank])])
-        return relay.all_reduce(wire, tree, mine, lambda one, other: one + other)
-
-    assert _together(trees, act) == [expected] * len(trees)
-
-
-@settings(max_examples=40)
-@given(any_trees(), st.data())
-def test_gather_and_scatter_go_by_rank(trees: list[Tree], data: st.DataObject) -> None:
-    values = data.draw(st.lists(VALUES, min_size=len(trees), max_size=len(trees)))
-
-    def act(wire: relay.Wire, tree: Tree) -> tuple[list[Any], Any]:
-        gathered = relay.gather(wire, tree, values[tree.rank], list)
-        return gathered, relay.scatter(wire, tree, [("for", value) for value in gathered])
-
-    for rank, (gathered, scattered) in enumerate(_together(trees, act)):
-        assert gathered == (values if rank == 0 else [])
-        assert scattered == ("for", values[rank])
-
-
-@settings(max_examples=40)
-@given(any_trees(), st.data())
-def test_reduce_joins_every_rank_once_on_the_way_and_only_the_root_has_it(
-    trees: list[Tree], data: st.DataObject
-) -> None:
-    values = data.draw(st.lists(VALUES, min_size=len(trees), max_size=len(trees)))
-    joined: list[int] = []
-
-    def join(parts: Sequence[Counter[tuple[int, Any]]]) -> Counter[tuple[int, Any]]:
-        joined.append(len(parts))
-        return sum(parts, Counter())
-
-    def act(wire: relay.Wire, tree: Tree) -> Counter[tuple[int, Any]] | None:
-        return relay.reduce(wire, tree, Counter([(tree.rank, values[tree.rank])]), join)
-
-    root, *others = _together(trees, act)
-    assert root == Counter(enumerate(values))
-    assert others == [None] * len(others)
-    assert sorted(joined) == sorted(1 + len(tree.children) for tree in trees if tree.children)
-
-
-@settings(max_examples=40)
-@given(any_trees(), VALUES, st.binary(max_size=300))
-def test_broadcast_reaches_all_and_what_leaders_are_told_only_these(
-    trees: list[Tree], value: Any, told: bytes
-) -> None:
-    def act(wire: relay.Wire, tree: Tree) -> tuple[Any, bytes | None, Any]:
-        root = tree.rank == 0
-        first = relay.broadcast(wire, tree, value if root else None)
-        second = relay.tell_leaders(wire, tree, told if root else b"another's")
-        return (
-            first,
-            None if second is None else bytes(second),
-            relay.broadcast(wire, tree, "last" if root else ""),
-        )
-
-    for tree, found in zip(trees, _together(trees, act), strict=True):
-        assert found == (value, told if tree.is_leader else None, "last")
-
-
-@settings(max_examples=40)
-@given(any_trees(), st.data())
-def test_routed_values_reach_their_ranks_in_the_order_of_the_senders(
-    trees: list[Tree], data: st.DataObject
-) -> None:
-    receivers = st.dictionaries(st.integers(0, len(trees) - 1), VALUES, max_size=5)
-    values = data.draw(st.lists(receivers, min_size=len(trees), max_size=len(trees)))
-
-    def act(wire: relay.Wire, tree: Tree) -> list[tuple[int, Any]]:
-        return relay.route(wire, tree, values[tree.rank])
-
-    for rank, arrived in enumerate(_together(trees, act)):
-        assert arrived == [(sender, of[rank]) for sender, of in enumerate(values) if rank in of]
+    to_root = [(rank, -rank) for rank in range(world)]  # in the order of the senders
+    for rank, found in enumerate(_together(nodes, act)):
+        leads = nodes.index(nodes[rank]) == rank
+        joined = Counter(range(world))
+        assert found[:3] == [joined, *(([], None) if rank else (list(range(world)), joined))]
+        assert found[3:6] == ["first", b"told" if leads else None, f"for {rank}"]
+        assert found[6] == ([(rank - 1, rank - 1)] if rank else to_root)
 
 
 def test_what_is_routed_within_a_node_does_not_leave_it() -> None:
     """Ranks of eight nodes each send their leader a lot: the leaders' messages stay small."""
     nodes = [f"node{rank // 4}" for rank in range(32)]
-    sent: dict[tuple[int, int], int] = {}
 
-    class Counting(_Wire):
-        def send(self, ranks: Sequence[int], data: Any) -> None:
-            sent.update({(self._rank, rank): len(bytes(data)) for rank in ranks})
-            super().send(ranks, data)
+    def act(wire: _Wire, tree: Tree) -> tuple[int, list[int]]:
+        arrived = relay.route(wire, tree, {tree.rank // 4 * 4: bytes(4096)})
+        between = [nbytes for rank, nbytes in wire.sent if nodes[rank] != nodes[tree.rank]]
+        return len(arrived), between
 
-    def act(wire: relay.Wire, tree: Tree) -> int:
-        assert isinstance(wire, _Wire)
-        counting = Counting(wire._rank, wire._queues)
-        return len(relay.route(counting, tree, {tree.rank // 4 * 4: bytes(4096)}))
-
-    assert _together(_trees(nodes), act) == [4, 0, 0, 0] * 8
-    between = [nbytes for (one, other), nbytes in sent.items() if nodes[one] != nodes[other]]
-    assert between
-    assert max(between) < 64
+    found = _together(nodes, act)
+    assert [arrived for arrived, _ in found] == [4, 0, 0, 0] * 8
+    assert 0 < max(nbytes for _, between in found for nbytes in between) < 64
 
 
 def test_what_is_gathered_is_shared_before_it_is_sent_on() -> None:
     """Twenty ranks of four nodes hold the same incompressible data: each node sends it once."""
-    nodes = [f"node{rank // 5}" for rank in range(20)]
-    sent: list[int] = []
+    nodes, data = [f"node{rank // 5}" for rank in range(20)], bytes(range(256)) * 40
 
-    class Counting(_Wire):
-        def send(self, ranks: Sequence[int], data: Any) -> None:
-            sent.append(len(ranks) * len(bytes(data)))
-            super().send(ranks, data)
+    def act(wire: _Wire, tree: Tree) -> tuple[list[bytes], int]:
+        gathered = relay.gather(wire, tree, bytes(data), _share)
+        return gathered, sum(nbytes for _, nbytes in wire.sent)
 
-    def act(wire: relay.Wire, tree: Tree) -> list[bytes]:
-        assert isinstance(wire, _Wire)
-        return relay.gather(
-            Counting(wire._rank, wire._queues), tree, bytes(range(256)) * 40, _share
-        )
-
-    gathered = _together(_trees(nodes), act)[0]
-    assert gathered == [bytes(range(256)) * 40] * 20
-    assert len({id(one) for one in gathered}) == 1
+    found = _together(nodes, act)
+    assert found[0][0] == [data] * 20
+    assert len({id(one) for one in found[0][0]}) == 1
     # Each rank sends to its leader (16), and each other leader once to the root (3).
-    assert sum(sent) < (16 + 3 + 1) * 256 * 40
+    assert sum(sent for _, sent in found) < (16 + 3 + 1) * len(data)
 
 
 def _share(values: Sequence[bytes]) -> list[bytes]:
@@ -343,7 +233,10 @@ LENGTHS = [1, 8, 4096, 3_000_000]
 
 
 def _layouts_of(world: int) -> list[Nodes]:
+    random = Random(SEED)  # the same on each rank
+    drawn = [[str(random.randrange(world)) for _ in range(world)] for _ in range(6)]
     return [
+        *drawn,
         ["one"] * world,
         [str(rank) for rank in range(world)],
         [str(rank // 2) for rank in range(world)],
@@ -674,11 +567,16 @@ def test_a_save_like_the_one_before_needs_no_exchange_of_all_with_all(
         assert found[9][0] > 0, "the exchanges of a save that agrees on its room weren't counted"
 
 
-def _saves_out_of_the_ordinary(job: Job, road: str) -> dict[str, tuple[int, str]]:
-    """Each between saves that are as usual."""
+@pytest.mark.parametrize("road", ["dcp.save", "dcp_mem.save"])
+@on_ranks(2)
+def test_whatever_is_out_of_the_ordinary_on_one_rank_is_settled_by_all_and_the_next_save_is_as_usual(  # noqa: E501
+    memory_job: Job, road: str
+) -> None:
     rank = dist.get_rank()
     found: dict[str, tuple[int, str]] = {}
-    with job.writer(keep_memory=1, overwrite=False, memory_limit="64MiB", on_full="skip") as writer:
+    with memory_job.writer(
+        keep_memory=1, overwrite=False, memory_limit="64MiB", on_full="skip"
+    ) as writer:
         step = 0
 
         def save(name: str, state: dict[str, Any]) -> object:
@@ -706,25 +604,17 @@ def _saves_out_of_the_ordinary(job: Job, road: str) -> dict[str, tuple[int, str]
         names = [status.name for status in writer.status() if status.in_memory]
         assert names[0] == f"usual-{step}"
         dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("road", ["dcp.save", "dcp_mem.save"])
-def test_whatever_is_out_of_the_ordinary_on_one_rank_is_settled_by_all_and_the_next_save_is_as_usual(  # noqa: E501
-    memory_job: Job, road: str
-) -> None:
-    for found in forked_ranks(_saves_out_of_the_ordinary, 2, memory_job, road):
-        for what in (
-            "other names",
-            "another structure on rank 1",
-            "one that is there",
-            "too large for memory",
-        ):
-            assert found[f"before {what}"] == (0, ""), what
-            # Another structure needs no exchange of all with all: the ballot tells all of it.
-            assert (found[what][0] > 0) == (what != "another structure on rank 1"), what
-        assert "different checkpoint ids: rank-0, rank-1" in found["other names"][1]
-        assert found["another structure on rank 1"][1] == ""
-        assert found["one that is there"][1].startswith("CheckpointExists")
-        assert found["too large for memory"][1] == ""  # it is skipped
-        assert found["after all"][1] == ""
+    for what in (
+        "other names",
+        "another structure on rank 1",
+        "one that is there",
+        "too large for memory",
+    ):
+        assert found[f"before {what}"] == (0, ""), what
+        # Another structure needs no exchange of all with all: the ballot tells all of it.
+        assert (found[what][0] > 0) == (what != "another structure on rank 1"), what
+    assert "different checkpoint ids: rank-0, rank-1" in found["other names"][1]
+    assert found["another structure on rank 1"][1] == ""
+    assert found["one that is there"][1].startswith("CheckpointExists")
+    assert found["too large for memory"][1] == ""  # it is skipped
+    assert found["after all"][1] == ""

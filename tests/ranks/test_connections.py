@@ -7,8 +7,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -258,12 +258,21 @@ def test_ranks_meet_again_where_one_had_failed_before_it_knew_the_nodes() -> Non
 # -- greetings -------------------------------------------------------------------------------------
 
 
-def _peers_of_two(store: dist.Store) -> tuple[Peers, Peers]:
-    timed = [TimedStore(store, 10.0) for _ in range(2)]
-    return (
-        Peers("two", 0, timed[0], lambda: False),
-        Peers("two", 1, timed[1], lambda: False),
-    )
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return dist.HashStore()
+
+
+def _peers(store: dist.Store, rank: int, *, given_up: bool = False) -> Peers:
+    return Peers("two", rank, TimedStore(store, 10.0), lambda: given_up)
+
+
+@pytest.fixture
+def pair(store: dist.Store) -> Iterator[tuple[Peers, Peers]]:
+    """Two ranks of a job, in this process."""
+    with closing(_peers(store, 0)) as first, closing(_peers(store, 1)) as second:
+        yield first, second
 
 
 def _listens(peers: Peers) -> tuple[str, int]:
@@ -290,109 +299,89 @@ def _meet(first: Peers, second: Peers) -> list[list[bytes]]:
     return came
 
 
-def test_a_strangers_connection_is_closed_and_disturbs_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    first, second = _peers_of_two(dist.HashStore())
-    address = _listens(first)
-    strangers = [socket.create_connection(address) for _ in range(3)]
-    strangers[0].sendall(b"x" * 52)  # a greeting without a proof
-    strangers[1].sendall(b"GET /")  # shorter than a greeting
-    strangers[2].close()
-    assert _meet(first, second) == [[b"from 1"], [b"from 0"]]
-    strangers[0].settimeout(SOON)
-    assert strangers[0].recv(1) == b""
-    for peers in (first, second):
-        peers.close()
-    strangers[1].settimeout(SOON)
-    with suppress(ConnectionResetError):  # it had sent what nobody read
-        assert strangers[1].recv(1) == b""
-    for stranger in strangers:
-        stranger.close()
+def _strangers(stack: ExitStack, address: tuple[str, int], count: int) -> list[socket.socket]:
+    return [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
+
+
+def test_a_strangers_connection_is_closed_and_disturbs_nobody(pair: tuple[Peers, Peers]) -> None:
+    with ExitStack() as stack:
+        strangers = _strangers(stack, _listens(pair[0]), 3)
+        strangers[0].sendall(b"x" * 52)  # a greeting without a proof
+        strangers[1].sendall(b"GET /")  # shorter than a greeting
+        strangers[2].close()
+        assert _meet(*pair) == [[b"from 1"], [b"from 0"]]
+        strangers[0].settimeout(SOON)
+        assert strangers[0].recv(1) == b""
+        for peers in pair:
+            peers.close()
+        strangers[1].settimeout(SOON)
+        with suppress(ConnectionResetError):  # it had sent what nobody read
+            assert strangers[1].recv(1) == b""
 
 
 def test_silent_strangers_do_not_use_up_this_process_s_descriptors(
-    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[Peers, Peers],
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    first, second = _peers_of_two(dist.HashStore())
-    address = _listens(first)
-    strangers = [socket.create_connection(address) for _ in range(2 * MOST_GREETINGS)]
-    before = _sockets()
-    assert _meet(first, second) == [[b"from 1"], [b"from 0"]]
-    assert _sockets() - before <= MOST_GREETINGS + 2
-    for stranger in strangers:
-        stranger.close()
-    for peers in (first, second):
-        peers.close()
+    with ExitStack() as stack:
+        _strangers(stack, _listens(pair[0]), 2 * MOST_GREETINGS)
+        before = _sockets()
+        assert _meet(*pair) == [[b"from 1"], [b"from 0"]]
+        assert _sockets() - before <= MOST_GREETINGS + 2
 
 
 def test_a_stranger_that_speaks_at_last_where_many_are_silent_disturbs_nobody(
-    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[Peers, Peers],
 ) -> None:
     """The oldest of as many as are heard sends something while a new one arrives."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    first, second = _peers_of_two(dist.HashStore())
-    address = _listens(first)
-    strangers = [socket.create_connection(address) for _ in range(MOST_GREETINGS)]
-    assert first._door is not None
-    for _ in strangers:
-        first._door.welcome(SOON)
-    strangers[0].sendall(b"x")
-    strangers.append(socket.create_connection(address))
-    assert _meet(first, second) == [[b"from 1"], [b"from 0"]]
-    for stranger in strangers:
-        stranger.close()
-    for peers in (first, second):
-        peers.close()
+    with ExitStack() as stack:
+        address = _listens(pair[0])
+        strangers = _strangers(stack, address, MOST_GREETINGS)
+        assert pair[0]._door is not None
+        for _ in strangers:
+            pair[0]._door.welcome(SOON)
+        strangers[0].sendall(b"x")
+        _strangers(stack, address, 1)
+        assert _meet(*pair) == [[b"from 1"], [b"from 0"]]
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    first, second = _peers_of_two(dist.HashStore())
-    for peers, other in ((first, 1), (second, 0)):
+def test_a_rank_that_does_not_come_is_named(pair: tuple[Peers, Peers]) -> None:
+    for peers, other in zip(pair, (1, 0), strict=True):
         with pytest.raises(PeerLost) as caught:
             peers.connected([other], time.monotonic() + 0.3)
         assert caught.value.rank == other
-        peers.close()
 
 
-def test_a_rank_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_gone_is_named(pair: tuple[Peers, Peers]) -> None:
     """Its address is still in the store."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    first, second = _peers_of_two(dist.HashStore())
-    first._listen()
-    first.close()
+    _listens(pair[0])
+    pair[0].close()
     with pytest.raises(PeerLost, match=r"rank 0: can't be reached at 127\.0\.0\.1"):
-        second.connected([0], time.monotonic() + SOON)
+        pair[1].connected([0], time.monotonic() + SOON)
 
 
-def test_an_address_of_before_a_restart_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_before_a_restart_is_replaced(
+    store: dist.Store, pair: tuple[Peers, Peers]
+) -> None:
     """The store outlives the ranks, as torchrun's does."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.HashStore()
-    before, second = _peers_of_two(store)
-    before._listen()
+    before = _peers(store, 0)
+    _listens(before)
     before.close()
-    first, _ = _peers_of_two(store)
+    first, second = pair
     late = threading.Timer(1.0, lambda: first.connected([1], time.monotonic() + SOON))
     late.start()
     connection = second.connected([0], time.monotonic() + SOON)[0]
     late.join()
     assert first._door is not None
     assert connection._connection.getpeername() == first._door.address
-    for peers in (first, second):
-        peers.close()
 
 
-def test_waiting_ends_when_the_others_have_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    for rank in (0, 1):
-        peers = Peers("two", rank, TimedStore(dist.HashStore(), 10.0), lambda: True)
-        with pytest.raises(RuntimeError, match="other ranks have given up"):
-            peers.connected([1 - rank], time.monotonic() + 600)
-        peers.close()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_waiting_ends_when_the_others_have_given_up(store: dist.Store, rank: int) -> None:
+    with (
+        closing(_peers(store, rank, given_up=True)) as peers,
+        pytest.raises(RuntimeError, match="other ranks have given up"),
+    ):
+        peers.connected([1 - rank], time.monotonic() + 600)
 
 
 # -- interruptions ---------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ from tests.support.checkpoints.plans import (
     why_torch_plans,
 )
 from tests.support.checkpoints.roundtrip import Places, State, assert_same, blank_of, comes_back
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, forked_ranks, on_ranks
 from tests.support.seeds import SEED
 
 CACHING = "enable_plan_caching" in inspect.signature(dcp.DefaultSavePlanner).parameters
@@ -146,7 +146,12 @@ def _caches() -> Mapping[str, dict[str, Any]]:
     return {name: value for name, value in found.items() if isinstance(value, dict)}
 
 
-def _saves_with_a_planner_of_the_caller(places: Places, elsewhere: str) -> None:
+@RANKS
+@on_ranks("ranks", env=PATIENCE)
+def test_a_planner_that_the_caller_passes_to_a_save_is_as_it_was(
+    places: Places, tmp_path: Path, ranks: int
+) -> None:
+    elsewhere = str(tmp_path / "torch")
     rank = dist.get_rank()
     options: dict[str, Any] = {"enable_plan_caching": True} if CACHING else {}
     planner = DefaultSavePlanner(**options)
@@ -178,15 +183,11 @@ def _saves_with_a_planner_of_the_caller(places: Places, elsewhere: str) -> None:
 
 
 @RANKS
-def test_a_planner_that_the_caller_passes_to_a_save_is_as_it_was(
+@on_ranks("ranks")
+def test_a_planner_that_the_caller_passes_to_a_load_is_as_it_was(
     places: Places, tmp_path: Path, ranks: int
 ) -> None:
-    forked_ranks(
-        _saves_with_a_planner_of_the_caller, ranks, places, str(tmp_path / "torch"), env=PATIENCE
-    )
-
-
-def _loads_with_a_planner_of_the_caller(places: Places, elsewhere: str) -> None:
+    elsewhere = str(tmp_path / "torch")
     rank = dist.get_rank()
     dcp.save(_state(5), storage_writer=dcp.FileSystemWriter(elsewhere))
     with places.writer(persist=False) as writer:
@@ -207,15 +208,10 @@ def _loads_with_a_planner_of_the_caller(places: Places, elsewhere: str) -> None:
     assert_same(_state(5), into)
 
 
-@RANKS
-def test_a_planner_that_the_caller_passes_to_a_load_is_as_it_was(
-    places: Places, tmp_path: Path, ranks: int
-) -> None:
-    forked_ranks(_loads_with_a_planner_of_the_caller, ranks, places, str(tmp_path / "torch"))
-
-
-def _saves_and_fails(places: Places) -> list[str]:
-    """The ways after which a saved tensor was still alive, though no collector runs."""
+@pytest.mark.parametrize("save", [dcp.save, dcp_mem.save])
+@on_ranks(2, env=PATIENCE)
+def test_no_rank_keeps_what_has_been_saved(places: Places, save: Callable[..., object]) -> None:
+    """Trainers without a collector would keep it."""
     gc.disable()
     kept = []
     with places.writer(keep_memory=2, persist=False) as writer:
@@ -225,25 +221,25 @@ def _saves_and_fails(places: Places) -> list[str]:
             ("a changed structure", 200, ""),
             ("a save that fails", 200, "stage.copied:raise:1"),
             ("a save that another rank fails", 200, "stage.copied:raise:1"),
+            ("a save that torch plans", 200, ""),
         ):
             tensor = torch.rand(size)
             alive = weakref.ref(tensor)
             state = {f"own.{dist.get_rank()}": tensor, "replicated": torch.ones(3)}
+            if "torch" in way:
+                state["subclass"] = torch.arange(3).as_subclass(_Subclass)
             is_failing = dist.get_rank() == (1 if "another" in way else 0)
             faults.arm(fault if is_failing else "")
-            with contextlib.suppress(dcp.CheckpointException):
-                dcp.save(state, checkpoint_id="step", storage_writer=writer)
+            with contextlib.suppress(Exception, dcp.CheckpointException):
+                save(state, checkpoint_id="step", storage_writer=writer)
             faults.arm("")
             del tensor, state
             if fault:
                 gc.collect()  # torch's own frames and the error refer to each other
-            if alive() is not None:
+            # Where torch plans, other ranks than 0 keep it until a collector runs.
+            if alive() is not None and not ("torch" in way and dist.get_rank()):
                 kept.append(way)
-    return kept
-
-
-def test_no_rank_keeps_what_has_been_saved(places: Places) -> None:
-    assert forked_ranks(_saves_and_fails, 2, places, env=PATIENCE) == [[], []]
+    assert kept == []
 
 
 # -- options of the planner ------------------------------------------------------------------------
@@ -254,7 +250,10 @@ def _writers(metadata: Metadata) -> dict[MetadataIndex, str]:
     return {index: info.relative_path[:4] for index, info in metadata.storage_data.items()}
 
 
-def _saves_to_the_lowest_rank_in_turn(places: Places) -> None:
+@on_ranks(2)
+def test_what_all_ranks_hold_goes_to_the_lowest_rank_where_the_planner_says_so(
+    places: Places,
+) -> None:
     def state(step: int, names: int) -> State:
         replicated = {f"replicated.{name}": torch.full((400,), step) for name in range(names)}
         return {**replicated, f"own.{dist.get_rank()}": torch.full((3,), dist.get_rank())}
@@ -285,12 +284,6 @@ def _saves_to_the_lowest_rank_in_turn(places: Places) -> None:
             )
             assert _writers(by_torch_alone) == writers
             assert by_torch.pop() == TorchPlanner.__name__
-
-
-def test_what_all_ranks_hold_goes_to_the_lowest_rank_where_the_planner_says_so(
-    places: Places,
-) -> None:
-    forked_ranks(_saves_to_the_lowest_rank_in_turn, 2, places)
 
 
 def _saves_changing_plans(places: Places, options: dict[str, bool], one_planner: bool) -> None:
@@ -330,21 +323,17 @@ def test_plans_follow_structures_that_change_on_one_rank(
     forked_ranks(_saves_changing_plans, 2, places, options, one_planner)
 
 
-def _saves_structures_in_turn(places: Places) -> list[str]:
-    """Return the names of the checkpoints that the ranks planned for, going by the log."""
+@RANKS
+@on_ranks("ranks")
+def test_a_structure_is_planned_for_once_and_then_recognised(places: Places, ranks: int) -> None:
     with places.writer(keep_memory=2, persist=False) as writer, logged() as lines:
         for step in range(6):
             more = {"more": torch.ones(3)} if step in (2, 3) else {}
             dcp.save(_state(step) | more, checkpoint_id=f"{step}", storage_writer=writer)
             comes_back(places, f"{step}", _state(step) | more, roads=FROM_MEMORY)
             dist.barrier()
-    return planned(lines)
-
-
-@RANKS
-def test_a_structure_is_planned_for_once_and_then_recognised(places: Places, ranks: int) -> None:
-    for names in forked_ranks(_saves_structures_in_turn, ranks, places):
-        assert names == ["0", "2"]
+    names = planned(lines)
+    assert names == ["0", "2"]
 
 
 # -- what travels ----------------------------------------------------------------------------------
@@ -513,19 +502,18 @@ class _Pickling(TorchPlanner):
         return super().create_local_plan()
 
 
-def _pickles_metadata_within_a_save(places: Places) -> bytes:
+@on_ranks(2)
+def test_metadata_that_is_pickled_within_another_save_is_whole(places: Places) -> None:
     with places.writer(persist=False) as writer:
         planner = _Pickling(dcp.save(_state(1), checkpoint_id="first", storage_writer=writer))
         dcp.save(_state(2), checkpoint_id="2", storage_writer=writer, planner=planner)
-        return planner.pickled
+        pickled = planner.pickled
+    assert len(pickle.loads(pickled).state_dict_metadata) == 9
 
 
-def test_metadata_that_is_pickled_within_another_save_is_whole(places: Places) -> None:
-    for pickled in forked_ranks(_pickles_metadata_within_a_save, 2, places):
-        assert len(pickle.loads(pickled).state_dict_metadata) == 9
-
-
-def _saves_where_there_is_no_room(places: Places) -> None:
+@RANKS
+@on_ranks("ranks")
+def test_a_save_that_is_skipped_returns_empty_metadata(places: Places, ranks: int) -> None:
     with places.writer(memory_limit="1KiB", on_full="skip", persist=False) as writer:
         for save in (dcp_mem.save, dcp.save):
             assert save(_state(1), checkpoint_id="a", storage_writer=writer) == Metadata({})
@@ -536,11 +524,6 @@ def _saves_where_there_is_no_room(places: Places) -> None:
             dist.barrier()  # closing writers may remove it
 
 
-@RANKS
-def test_a_save_that_is_skipped_returns_empty_metadata(places: Places, ranks: int) -> None:
-    forked_ranks(_saves_where_there_is_no_room, ranks, places)
-
-
 # -- ranks that don't do the same ------------------------------------------------------------------
 
 
@@ -548,7 +531,11 @@ class _Subclass(torch.Tensor):
     pass
 
 
-def _saves_with_one_rank_that_needs_torch(places: Places, odd: int) -> list[str]:
+@pytest.mark.parametrize("odd", [0, 1])
+@on_ranks(2, env=PATIENCE)
+def test_one_rank_that_needs_torchs_planner_takes_all_with_it_and_the_next_save_does_not(
+    places: Places, odd: int
+) -> None:
     torch.serialization.add_safe_globals([_Subclass])
     is_odd = dist.get_rank() == odd
     with places.writer(persist=False) as writer, logged() as lines, _torch_plans() as by_torch:
@@ -575,18 +562,9 @@ def _saves_with_one_rank_that_needs_torch(places: Places, odd: int) -> list[str]
             comes_back(places, "c", _state(step), roads=FROM_MEMORY)
             by_torch.clear()
             dist.barrier()
-    return why_torch_plans(lines)
-
-
-@pytest.mark.parametrize("odd", [0, 1])
-def test_one_rank_that_needs_torchs_planner_takes_all_with_it_and_the_next_save_does_not(
-    places: Places, odd: int
-) -> None:
-    for reasons in forked_ranks(
-        _saves_with_one_rank_that_needs_torch, 2, places, odd, env=PATIENCE
-    ):
-        assert any(TorchPlanner.__name__ in reason for reason in reasons)
-        assert any(f"rank {odd}" in reason for reason in reasons)
+    reasons = why_torch_plans(lines)
+    assert any(TorchPlanner.__name__ in reason for reason in reasons)
+    assert any(f"rank {odd}" in reason for reason in reasons)
 
 
 class _RaisesTheSecondTime:
@@ -620,7 +598,9 @@ def test_what_is_known_of_a_save_that_torch_plans_ends_with_it(places: Places) -
     assert found == [[], [None]]
 
 
-def _loads_with_one_rank_that_needs_torch(places: Places, odd: int) -> None:
+@pytest.mark.parametrize("odd", [0, 1])
+@on_ranks(2, env=PATIENCE)
+def test_ranks_may_load_with_different_planners(places: Places, odd: int) -> None:
     is_odd = dist.get_rank() == odd
     with places.writer(persist=False) as writer:
         dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
@@ -634,12 +614,12 @@ def _loads_with_one_rank_that_needs_torch(places: Places, odd: int) -> None:
             assert by_torch == ([TorchLoadPlanner.__name__] if planner is not None else [])
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_ranks_may_load_with_different_planners(places: Places, odd: int) -> None:
-    forked_ranks(_loads_with_one_rank_that_needs_torch, 2, places, odd, env=PATIENCE)
-
-
-def _loads_of_which_one_rank_cannot_plan(places: Places, failing: int, load: Any) -> None:
+@pytest.mark.parametrize("load", [dcp.load, dcp_mem.load])
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2, env=PATIENCE)
+def test_a_rank_that_cannot_plan_a_load_fails_it_on_all(
+    places: Places, failing: int, load: Any
+) -> None:
     with places.writer(persist=False) as writer:
         dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
     reader = places.reader("memory", "a")
@@ -656,14 +636,6 @@ def _loads_of_which_one_rank_cannot_plan(places: Places, failing: int, load: Any
         into = blank_of(_state(0))
         load(into, checkpoint_id="a", storage_reader=reader)
         assert_same(_state(1), into)
-
-
-@pytest.mark.parametrize("load", [dcp.load, dcp_mem.load])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_cannot_plan_a_load_fails_it_on_all(
-    places: Places, failing: int, load: Any
-) -> None:
-    forked_ranks(_loads_of_which_one_rank_cannot_plan, 2, places, failing, load, env=PATIENCE)
 
 
 def _loads_of_which_one_rank_is_interrupted(
@@ -835,8 +807,11 @@ def _counted_reads() -> Iterator[list[int]]:
         yield calls
 
 
-def _loads_many_small_tensors(places: Places) -> list[int]:
-    """The calls that read 2,000 small tensors: verified, and not."""
+@RANKS
+@on_ranks("ranks")
+def test_many_small_tensors_load_with_few_reads_and_without_dcps_metadata(
+    places: Places, ranks: int
+) -> None:
     state = {"model": {f"layer.{number}": torch.full((70,), number) for number in range(2000)}}
     with places.writer(persist=False) as writer:
         dcp.save(state, checkpoint_id="a", storage_writer=writer)
@@ -857,18 +832,12 @@ def _loads_many_small_tensors(places: Places) -> list[int]:
     with _no_metadata_is_made():
         reader = places.reader("memory", "a")
         assert _failures_of(lambda: load_by_torch(into, checkpoint_id="a", storage_reader=reader))
-    return counts
+    assert 0 < min(counts) <= max(counts) < 60, counts  # of 2,000 payloads
 
 
 @RANKS
-def test_many_small_tensors_load_with_few_reads_and_without_dcps_metadata(
-    places: Places, ranks: int
-) -> None:
-    for counts in forked_ranks(_loads_many_small_tensors, ranks, places):
-        assert 0 < min(counts) <= max(counts) < 60, counts  # of 2,000 payloads
-
-
-def _loads_what_does_not_fit(places: Places) -> None:
+@on_ranks("ranks")
+def test_a_state_dict_that_does_not_fit_gets_torchs_own_error(places: Places, ranks: int) -> None:
     with places.writer(persist=False) as writer:
         dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
     unfit: list[State] = [
@@ -915,11 +884,8 @@ def _loads_what_does_not_fit(places: Places) -> None:
 
 
 @RANKS
-def test_a_state_dict_that_does_not_fit_gets_torchs_own_error(places: Places, ranks: int) -> None:
-    forked_ranks(_loads_what_does_not_fit, ranks, places)
-
-
-def _loads_in_part(places: Places) -> None:
+@on_ranks("ranks")
+def test_a_part_of_a_checkpoint_loads_as_by_torch(places: Places, ranks: int) -> None:
     state = _state(1)
     with places.writer(persist=False) as writer:
         dcp.save(state, checkpoint_id="a", storage_writer=writer)
@@ -953,11 +919,6 @@ def _loads_in_part(places: Places) -> None:
         assert ours or keys != {"model"}
 
 
-@RANKS
-def test_a_part_of_a_checkpoint_loads_as_by_torch(places: Places, ranks: int) -> None:
-    forked_ranks(_loads_in_part, ranks, places)
-
-
 @dataclasses.dataclass
 class _Settings:
     """What only free unpickling brings back."""
@@ -977,7 +938,11 @@ class _Noting(dict[str, Any]):
         super().__setitem__(key, value)
 
 
-def _loads_into_the_callers_own(places: Places) -> None:
+@RANKS
+@on_ranks("ranks")
+def test_a_load_fills_the_callers_dicts_tensors_and_lists_as_torch_does(
+    places: Places, ranks: int
+) -> None:
     """Places that the caller refers to otherwise, too, are filled, and not replaced."""
     state: State = {
         "settings": _Settings(0.5),
@@ -1014,13 +979,8 @@ def _loads_into_the_callers_own(places: Places) -> None:
 
 
 @RANKS
-def test_a_load_fills_the_callers_dicts_tensors_and_lists_as_torch_does(
-    places: Places, ranks: int
-) -> None:
-    forked_ranks(_loads_into_the_callers_own, ranks, places)
-
-
-def _loads_several_with_one_reader(places: Places) -> None:
+@on_ranks("ranks")
+def test_one_reader_loads_over_and_over(places: Places, ranks: int) -> None:
     with places.writer(keep_memory=3, persist=False) as writer:
         for step in range(3):
             dcp.save(_state(step), checkpoint_id=f"{step}", storage_writer=writer)
@@ -1039,11 +999,6 @@ def _loads_several_with_one_reader(places: Places) -> None:
         assert_same(
             _state(1), _load(places, "1", blank_of(_state(0)), planner=DefaultLoadPlanner())
         )
-
-
-@RANKS
-def test_one_reader_loads_over_and_over(places: Places, ranks: int) -> None:
-    forked_ranks(_loads_several_with_one_reader, ranks, places)
 
 
 # -- drivers of other torches ----------------------------------------------------------------------
@@ -1234,7 +1189,9 @@ def test_a_torch_that_drives_its_readers_in_another_way_loads_well(
 # -- copies of ShardedTensors ----------------------------------------------------------------------
 
 
-def _copies_shards_from_a_device(_: Places) -> None:
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+@on_ranks(1)
+def test_shards_that_lie_on_a_device_are_copied_to_the_host(places: Places) -> None:
     tensor = torch.arange(12.0).reshape(4, 3)
     metadata = ShardMetadata(shard_offsets=[0, 0], shard_sizes=[4, 3], placement="rank:0/cpu")
     sharded = init_from_local_shards([Shard(tensor, metadata)], 4, 3)
@@ -1248,11 +1205,6 @@ def _copies_shards_from_a_device(_: Places) -> None:
     assert found.metadata() == sharded.metadata()
 
 
-@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
-def test_shards_that_lie_on_a_device_are_copied_to_the_host(places: Places) -> None:
-    forked_ranks(_copies_shards_from_a_device, 1, places)
-
-
 # -- what can't be staged --------------------------------------------------------------------------
 
 
@@ -1261,7 +1213,14 @@ class _CannotBeCopied:
         raise OSError(5, "no copy today")
 
 
-def _saves_what_cannot_be_copied(places: Places, failing: int) -> None:
+@pytest.mark.skipif(
+    not hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"), reason="torch 2.6 doesn't stage"
+)
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2, env=PATIENCE)
+def test_what_cannot_be_copied_for_an_asynchronous_save_fails_it_whoever_plans(
+    places: Places, failing: int
+) -> None:
     is_failing = dist.get_rank() == failing
     with places.writer(persist=False) as writer:
         for planner in (None, TorchPlanner(), DefaultSavePlanner(flatten_sharded_tensors=False)):
@@ -1278,16 +1237,6 @@ def _saves_what_cannot_be_copied(places: Places, failing: int) -> None:
         _begun(_state(2), "good", writer).result(60)
         comes_back(places, "good", _state(2), roads=FROM_MEMORY)
         dist.barrier()
-
-
-@pytest.mark.skipif(
-    not hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"), reason="torch 2.6 doesn't stage"
-)
-@pytest.mark.parametrize("failing", [0, 1])
-def test_what_cannot_be_copied_for_an_asynchronous_save_fails_it_whoever_plans(
-    places: Places, failing: int
-) -> None:
-    forked_ranks(_saves_what_cannot_be_copied, 2, places, failing, env=PATIENCE)
 
 
 # -- both roads, at random -------------------------------------------------------------------------

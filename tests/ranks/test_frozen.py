@@ -1,10 +1,14 @@
 """What is frozen lies in memory once, and no checkpoint is stale, whatever was declared."""
 
+import dataclasses
 import gc
+import inspect
 import json
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageWriter, TrainState
+from tests.support.checkpoints.frozen import (
+    State,
+    assert_holds,
+    base_and_adapter,
+    frozen_inodes,
+    frozen_links,
+    save,
+)
 from tests.support.checkpoints.held import (
     rejected_in,
     sizes_in,
@@ -30,59 +44,21 @@ from tests.support.checkpoints.held import (
     wait_for_comparisons,
 )
 from tests.support.checkpoints.jobs import Job, occupied, wait_for_spare_slots, wait_until
-from tests.support.checkpoints.plans import TorchPlanner, save_by
+from tests.support.checkpoints.plans import TorchPlanner
 from tests.support.command import command
 from tests.support.processes import faults
 from tests.support.processes.forks import forked, forked_ranks, forking, on_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(120)
 
-State = dict[str, torch.Tensor]
 BASE_NBYTES, ADAPTER_NBYTES = 6 << 20, 2 << 20
 
 
 def make_state() -> State:
     """Three tensors of a base, one of them small, and an adapter."""
-    generator = torch.Generator().manual_seed(7)
-    shapes = {"base.a": (1 << 20,), "base.b": (512, 1000), "base.c": (3,), "adapter.a": (1 << 19,)}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def save(writer: MemoryStorageWriter, state: State, step: int, road: str = "dcp_mem") -> None:
-    state["adapter.a"].fill_(step)
-    save_by(
-        {"dcp_mem": "dcp_mem.save", "dcp": "dcp.save"}.get(road, road),
-        writer,
-        dict(state),
-        f"step-{step}",
+    return base_and_adapter(
+        base_a=(1 << 20,), base_b=(512, 1000), base_c=(3,), adapter=(ADAPTER_NBYTES // 4,)
     )
-
-
-def assert_holds(job: Job, state: State, step: int, root: Path | None = None) -> None:
-    """Load with torch's own reader, and with ours where it lies in memory."""
-    stock = (root or job.directory) / f"step-{step}" / ".metadata"
-    wait_until(stock.exists, "metadata for stock readers")
-    readers: list[Callable[[State], None]] = [
-        lambda out: dcp.load(out, checkpoint_id=str((root or job.directory) / f"step-{step}"))
-    ]
-    if root is None:
-        readers.append(
-            lambda out: dcp_mem.load(out, checkpoint_id=f"step-{step}", storage_reader=job.reader())
-        )
-    for read in readers:
-        out = {name: torch.full_like(tensor, -1) for name, tensor in state.items()}
-        read(out)
-        for name, tensor in state.items():
-            assert torch.equal(out[name], tensor), name
-
-
-def frozen_inodes(job: Job) -> set[int]:
-    return {path.stat().st_ino for path in job.directory.glob("step-*/__*_1-*.distcp")}
-
-
-def frozen_links(job: Job, step: int) -> int:
-    (path,) = (job.directory / f"step-{step}").glob("__0_1-*.distcp")
-    return path.stat().st_nlink
 
 
 def evict(job: Job, step: int) -> int:
@@ -93,16 +69,70 @@ def evict(job: Job, step: int) -> int:
     return int(removed["freed_bytes"])
 
 
+class Own(DefaultSavePlanner):
+    """A planner of the user's, which changes nothing."""
+
+
+class Describing(DefaultSavePlanner):
+    """A planner whose metadata differs with each save, so that `finish` publishes it anew."""
+
+    saves = 0
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        Describing.saves += 1
+        data = {**metadata.planner_data, f"save-{self.saves}": ("save",)}
+        return plans, dataclasses.replace(metadata, planner_data=data)
+
+
+class Casting(DefaultSavePlanner):
+    """A planner that makes the tensors of each save anew, as they are asked for."""
+
+    def create_local_plan(self) -> SavePlan:
+        self.state_dict = {name: value.half() for name, value in self.state_dict.items()}
+        return super().create_local_plan()
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        found = super().resolve_data(write_item)
+        return found.clone() if isinstance(found, torch.Tensor) else found
+
+
+class CastingAhead(DefaultSavePlanner):
+    """A planner that makes the tensors of each save anew, before it plans."""
+
+    def set_up_planner(self, state_dict: State, *arguments: Any, **options: Any) -> None:
+        halves = {name: value.half() for name, value in state_dict.items()}
+        super().set_up_planner(halves, *arguments, **options)
+
+
+PLANNERS: dict[str, Callable[[], DefaultSavePlanner | None]] = {
+    "of the user's": Own,
+    "with a cache": lambda: Own(enable_plan_caching=True),
+    "that doesn't flatten": lambda: DefaultSavePlanner(flatten_state_dict=False),
+    "that describes by itself": Describing,
+}
+
+
+def _saving(road: str) -> Callable[..., Any]:
+    """A save on a road, or with a planner of PLANNERS."""
+    if road in PLANNERS:
+        return partial(save, road="dcp.save", planner=PLANNERS[road]())
+    return partial(save, road=road)
+
+
 # -- one copy --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-@pytest.mark.parametrize("road", ["dcp_mem", "dcp"])
+@pytest.mark.parametrize("road", ["dcp_mem.save", "dcp.save", *PLANNERS])
 def test_checkpoints_share_one_copy(memory_job: Job, keep: int, road: str) -> None:
     state = make_state()
+    save_it = _saving(road)
     with memory_job.writer(frozen="base.*", keep_memory=keep, agent="thread") as writer:
         for step in range(1, 2 * keep + 4):
-            save(writer, state, step, road)
+            metadata = save_it(writer, state, step)
+            segments = {info.relative_path[:5] for info in metadata.storage_data.values()}
+            assert segments == {"__0_0", "__0_1"}
             assert_holds(memory_job, state, step)
             assert len(frozen_inodes(memory_job)) == 1
         kept = list(memory_job.directory.glob("step-*"))
@@ -186,8 +216,8 @@ def test_each_stored_checkpoint_is_whole_without_the_others(job: Job, tmp_path: 
         for path in (tmp_path / "run" / f"step-{step}").rglob("*"):
             if path.is_file():
                 path.unlink()
-    state["adapter.a"].fill_(3)
-    assert_holds(job, state, 3, tmp_path / "run")
+    state["adapter"].fill_(3)
+    assert_holds(job, state, 3, root=tmp_path / "run")
 
 
 def test_async_saves_share(memory_job: Job) -> None:
@@ -195,7 +225,7 @@ def test_async_saves_share(memory_job: Job) -> None:
     places: dict[str, Any] = {"memory_root": memory_job.memory, "job": "job", "agent": "thread"}
     with CheckpointManager(None, async_save=True, frozen="base.*", **places) as manager:
         for step in range(1, 6):
-            state["adapter.a"].fill_(step)
+            state["adapter"].fill_(step)
             if step == 4:
                 state["base.b"].data.mul_(2)
             assert manager.save(step, dict(state))
@@ -331,8 +361,9 @@ def test_what_changes_time_and_again_counts_as_training(
         assert len([line for line in caplog.messages if "declared frozen" in line]) == 2
 
 
-def test_tensors_thaw_and_freeze(memory_job: Job) -> None:
-    state, frozen = make_state(), {"base.a", "base.b"}
+@pytest.mark.parametrize("road", ["dcp_mem.save", "of the user's"])
+def test_tensors_thaw_and_freeze(memory_job: Job, road: str) -> None:
+    state, frozen, save_it = make_state(), {"base.a", "base.b"}, _saving(road)
     with memory_job.writer(
         frozen=lambda name, _: name in frozen, agent="thread", keep_memory=3
     ) as writer:
@@ -343,7 +374,7 @@ def test_tensors_thaw_and_freeze(memory_job: Job) -> None:
                 state["base.b"].mul_(1.5) if step < 7 else None
             if step == 7:
                 frozen.add("base.b")
-            save(writer, state, step)
+            save_it(writer, state, step)
             assert_holds(memory_job, state, step)
         assert frozen_links(memory_job, 9) == 3
 
@@ -373,8 +404,8 @@ def test_with_parity_it_has_no_effect(memory_job: Job, caplog: pytest.LogCapture
     state = make_state()
     with memory_job.writer(frozen="base.*", redundancy=dcp_mem.parity(2), agent="thread") as writer:
         for step in (1, 2):
-            for road in ("dcp_mem", "dcp"):
-                save(writer, state, 2 * step + (road == "dcp"), road)
+            for road in ("dcp_mem.save", "dcp.save"):
+                save(writer, state, 2 * step + (road == "dcp.save"), road)
         _save_as_torch_plans(writer, state)
     assert not frozen_inodes(memory_job)
     assert [line for line in caplog.messages if "frozen= has no effect" in line] == [
@@ -417,6 +448,112 @@ def test_any_changes_between_saves_are_in_the_checkpoint(
             assert_holds(memory_job, state, step)
 
 
+# -- planners of the user --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PLANNERS)
+@pytest.mark.parametrize("past_the_counter", [False, True])
+def test_a_wrong_declaration_is_found_whoever_plans(
+    memory_job: Job, kind: str, past_the_counter: bool
+) -> None:
+    state, planner = make_state(), PLANNERS[kind]()
+    with memory_job.writer(frozen="base.*", agent="thread") as writer:
+        for step in range(1, 5):
+            if step == 3:
+                one = state["base.b"]
+                (one.data if past_the_counter else one).add_(1)
+            save(writer, state, step, "dcp.save", planner=planner)
+            assert_holds(memory_job, state, step)
+        state["base.a"] = state["base.a"] + 1  # another tensor in its place
+        save(writer, state, 5, "dcp.save", planner=planner)
+        assert_holds(memory_job, state, 5)
+
+
+def test_roads_share_with_each_other(memory_job: Job) -> None:
+    state = make_state()
+    with memory_job.writer(frozen="base.*", agent="thread", keep_memory=4) as writer:
+        for step, planner in enumerate((Own(), None, Own(), DefaultSavePlanner()), 1):
+            save(writer, state, step, "dcp.save", planner=planner)
+            assert_holds(memory_job, state, step)
+        assert [frozen_links(memory_job, step) for step in range(1, 5)] == [4] * 4
+
+
+def test_a_planner_that_makes_its_tensors_anew_shares_nothing_and_says_so(
+    memory_job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {name: value.round() for name, value in make_state().items()}
+    with memory_job.writer(frozen="base.*", agent="thread") as writer:
+        for step in (1, 2):
+            save(writer, state, step, "dcp.save", planner=Casting())
+            assert_holds(memory_job, {name: one.half() for name, one in state.items()}, step)
+    assert not frozen_inodes(memory_job)
+    told = [line for line in caplog.messages if "frozen= has no effect" in line]
+    assert told == ["frozen= has no effect: Casting makes the tensors of each save anew"]
+
+
+def test_tensors_that_are_others_each_time_count_as_training(
+    memory_job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {name: value.round() for name, value in make_state().items()}
+    with memory_job.writer(frozen="base.*", agent="thread", persist=False) as writer:
+        for step in range(1, 6):
+            state["base.a"].data.add_(1)
+            save(writer, state, step, "dcp.save", planner=CastingAhead())
+            assert_holds(memory_job, {name: one.half() for name, one in state.items()}, step)
+    assert sum("declared frozen" in line for line in caplog.messages) == 2
+    assert not frozen_inodes(memory_job)
+
+
+# -- ranks that save alone ------------------------------------------------------------------------
+
+needs_no_collectives = pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters,
+    reason=f"torch {torch.__version__} has no use_collectives",
+)
+
+
+@needs_no_collectives
+@on_ranks(2)
+def test_ranks_that_save_alone_share_each_by_itself(memory_job: Job) -> None:
+    state, rank, found = make_state(), dist.get_rank(), []
+    with memory_job.writer(frozen="base.*", agent="thread") as writer:
+        for step in range(1, 5):
+            if step == 3 and rank:
+                state["base.a"].data.add_(1)
+            save(writer, state, step, "dcp.save", planner=None, use_collectives=False)
+            dist.barrier()
+            out = {name: torch.full_like(value, -1) for name, value in state.items()}
+            dcp.load(out, checkpoint_id=f"step-{step}", storage_reader=memory_job.reader())
+            found.append(all(torch.equal(out[name], state[name]) for name in state))
+            dist.barrier()
+        found.append([frozen_links(memory_job, step, rank) for step in (3, 4)] == [2, 2])
+        dist.barrier()
+    assert found == [True] * 5
+
+
+@needs_no_collectives
+@pytest.mark.parametrize(
+    "options", [{"use_collectives": False}, {"planner": Own()}], ids=["alone", "planner"]
+)
+def test_copies_of_an_asynchronous_save_share_nothing_and_say_so(
+    memory_job: Job, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    state = make_state()
+    with memory_job.writer(frozen="base.*", agent="thread") as writer:
+        for step in (1, 2, 3):
+            state["adapter"].fill_(step)
+            name = f"step-{step}"
+            begun = dcp.async_save(state, checkpoint_id=name, storage_writer=writer, **options)
+            assert isinstance(begun, Future)
+            begun.result()
+            if "planner" in options:
+                assert_holds(memory_job, state, step)
+    assert not frozen_inodes(memory_job)
+    assert [line for line in caplog.messages if "frozen" in line] == [
+        "frozen= has no effect: torch plans this asynchronous save, of private copies"
+    ]
+
+
 # -- several ranks, kills and failures -------------------------------------------------------------
 
 
@@ -451,7 +588,7 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(here, there)
 
 
-@pytest.mark.parametrize("roads", [("dcp_mem", "dcp"), ("torch's planner",) * 2], ids=str)
+@pytest.mark.parametrize("roads", [("dcp_mem.save", "dcp.save"), ("torch's planner",) * 2], ids=str)
 def test_each_rank_shares_by_itself(memory_job: Job, roads: tuple[str, str]) -> None:
     first, second = forked_ranks(_save_on_ranks, 2, memory_job, roads)
     assert first == [True, False, False, False, False]
@@ -472,7 +609,7 @@ def _connections() -> set[tuple[Any, Any]]:
     return {(one.laddr, one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED}
 
 
-@pytest.mark.parametrize("road", ["dcp_mem", "torch's planner"])
+@pytest.mark.parametrize("road", ["dcp_mem.save", "torch's planner"])
 @on_ranks(2, env={"DCP_MEM_TIMEOUT": "30"})
 def test_a_save_that_fails_on_one_rank_leaves_no_link(memory_job: Job, road: str) -> None:
     state = make_state()
@@ -489,7 +626,7 @@ def test_a_save_that_fails_on_one_rank_leaves_no_link(memory_job: Job, road: str
             faults.arm("")
             outcomes.append(failed is not None)
             if (
-                "sealed" in point and road == "dcp_mem"
+                "sealed" in point and road == "dcp_mem.save"
             ):  # all ranks have been told, so none has left the others
                 assert before <= _connections()
             save(writer, state, 10 * number + 4, road)
@@ -522,10 +659,10 @@ def _go_on(job: Job, changes: bool) -> int:
     out = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     with job.reader() as reader:
         dcp_mem.load(out, storage_reader=reader)
-    found = int(out["adapter.a"][0])
+    found = int(out["adapter"][0])
     if changes and found == 4:
         state["base.a"].add_(4)
-    state["adapter.a"].fill_(found)
+    state["adapter"].fill_(found)
     assert all(torch.equal(out[name], state[name]) for name in state)
     with job.writer(frozen="base.*", agent="thread", persist=False) as writer:
         for step in (5, 6, 7, 8):

@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 import dcp_mem
-from dcp_mem import CheckpointManager, MemoryStorageWriter
+from dcp_mem import CheckpointManager
+from tests.support.checkpoints.frozen import State, assert_holds, frozen_file, frozen_links, save
 from tests.support.checkpoints.held import names_in, rejected_in, wait_for_comparisons
 from tests.support.checkpoints.jobs import Job, occupied, wait_for_spare_slots, wait_until
 from tests.support.command import command
 from tests.support.processes import faults
-from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
+from tests.support.processes.forks import forked, forked_ranks, forking, in_process, raised_by
 
 pytestmark = pytest.mark.timeout(120)
 
-State = dict[str, torch.Tensor]
 MIB = 1 << 20
 BASE, ADAPTER = 16 * MIB, MIB
 SLOT = 4 * MIB
@@ -39,53 +38,27 @@ def _state() -> State:
     }
 
 
-def _save(writer: MemoryStorageWriter, state: State, step: int) -> None:
-    state["adapter"].fill_(step)
-    dcp_mem.save(dict(state), checkpoint_id=f"step-{step}", storage_writer=writer)
-
-
-def _assert_loads(job: Job, state: State, step: int) -> None:
-    out = {name: torch.full_like(tensor, -1) for name, tensor in state.items()}
-    directory = job.directory / f"step-{step}"
-    wait_until((directory / ".metadata").exists, "metadata for stock readers")
-    dcp.load(out, checkpoint_id=str(directory))
-    expected = {**state, "adapter": torch.full_like(state["adapter"], step)}
-    assert all(torch.equal(out[name], tensor) for name, tensor in expected.items())
-
-
-def _frozen_file(job: Job, step: int) -> Path:
-    (path,) = (job.directory / f"step-{step}").glob("__0_1-*.distcp")
-    return path
-
-
 # -- limits ----------------------------------------------------------------------------------------
 
 
-def _save_within(job: Job, nbytes: int, keep: int, changes: tuple[int, ...]) -> list[int]:
-    """Save eight times within a limit; the base is written to before these saves."""
-    state, kept = _state(), []
-    options: dict[str, Any] = {"memory_limit": nbytes, "on_full": "raise", "keep_memory": keep}
-    with job.writer(frozen="base.*", agent="thread", **options) as writer:
-        for step in range(1, 9):
-            if step in changes:
-                state["base.a"].add_(1)
-            _save(writer, state, step)
-            _assert_loads(job, state, step)
-            kept.append(len(names_in(job.directory)))
-            wait_for_spare_slots()
-            assert occupied(job.directory) <= nbytes
-    return kept
-
-
+@in_process
 def test_a_memory_limit_counts_a_shared_base_once(memory_job: Job) -> None:
-    kept = forked(_save_within, memory_job, BASE + 6 * SLOT, 4, ())
+    nbytes, state, kept = BASE + 6 * SLOT, _state(), []
+    options: dict[str, Any] = {"memory_limit": nbytes, "on_full": "raise", "keep_memory": 4}
+    with memory_job.writer(frozen="base.*", agent="thread", **options) as writer:
+        for step in range(1, 9):
+            save(writer, state, step)
+            assert_holds(memory_job, state, step)
+            kept.append(len(names_in(memory_job.directory)))
+            wait_for_spare_slots()
+            assert occupied(memory_job.directory) <= nbytes
     assert kept[-4:] == [4, 4, 4, 4]
 
 
 def _used_with(job: Job, state: State) -> int:
     with job.writer(frozen="base.*", agent="thread", keep_memory=2, persist=False) as writer:
         for step in range(1, 5):
-            _save(writer, state, step)
+            save(writer, state, step)
             wait_for_spare_slots()
         return occupied(job.directory)
 
@@ -105,21 +78,21 @@ def test_who_reads_a_shared_segment_keeps_its_bytes_whatever_is_saved(memory_job
     state = _state()
     with memory_job.writer(frozen="base.*", agent="thread", keep_memory=1) as writer:
         for step in (1, 2):
-            _save(writer, state, step)
-        path = _frozen_file(memory_job, 2)
+            save(writer, state, step)
+        path = frozen_file(memory_job, 2)
         before, descriptor = path.read_bytes(), os.open(path, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_SH)  # as readers do
         try:
             for step in range(3, 9):
                 state["base.a" if step % 2 else "base.b"].data.add_(step)
-                _save(writer, state, step)
-                _assert_loads(memory_job, state, step)
+                save(writer, state, step)
+                assert_holds(memory_job, state, step)
             assert os.pread(descriptor, len(before) + 1, 0) == before
         finally:
             os.close(descriptor)
         for step in range(9, 12):
-            _save(writer, state, step)
-            _assert_loads(memory_job, state, step)
+            save(writer, state, step)
+            assert_holds(memory_job, state, step)
 
 
 def _read_slowly(job: Job, step: int) -> bool:
@@ -139,12 +112,12 @@ def test_a_checkpoint_is_loaded_while_others_that_share_its_base_come_and_go(
     state = _state()
     with memory_job.writer(frozen="base.*", agent="thread", keep_memory=2) as writer:
         for step in (1, 2):
-            _save(writer, state, step)
+            save(writer, state, step)
         with forking(_read_slowly, None, memory_job, 2) as reading:
             for step in range(3, 13):
                 if "step-2" in names_in(memory_job.directory):
-                    _save(writer, state, step)
-                    _assert_loads(memory_job, state, step)
+                    save(writer, state, step)
+                    assert_holds(memory_job, state, step)
             # It has loaded it, or it was gone before it began: never a mix.
             error = raised_by(reading.join)
             assert error is None or "step-2" in str(error)
@@ -157,7 +130,7 @@ def _save_four(job: Job) -> None:
     state = _state()
     with job.writer(frozen="base.*", agent="thread", keep_memory=4, persist=False) as writer:
         for step in (1, 2, 3, 4):
-            _save(writer, state, step)
+            save(writer, state, step)
         wait_for_spare_slots()
 
 
@@ -178,13 +151,13 @@ def _save_with(job: Job, armed: str) -> None:
         for step in (1, 2, 3):
             if step == 2:
                 faults.arm(armed)
-            _save(writer, state, step)
+            save(writer, state, step)
             wait_for_comparisons()
         faults.arm("")
-        _save(writer, state, 4)
-        _assert_loads(job, state, 4)
+        save(writer, state, 4)
+        assert_holds(job, state, 4)
         assert not rejected_in(job.directory)
-        assert _frozen_file(job, 4).stat().st_nlink == 3
+        assert frozen_links(job, 4) == 3
 
 
 def test_a_comparison_that_fails_fails_no_save(job: Job) -> None:
@@ -215,14 +188,14 @@ def test_each_checkpoint_that_shares_values_that_are_not_finite_is_rejected(
     options: dict[str, Any] = {"on_nonfinite": "reject", "keep_memory": 3}
     with memory_job.writer(frozen="base.*", agent="thread", **options) as writer:
         for step in (1, 2, 3):
-            _save(writer, state, step)
+            save(writer, state, step)
             wait_until(
                 lambda step=step: f"step-{step}" in rejected_in(memory_job.directory),  # type: ignore[misc]
                 f"step-{step} to be rejected",
             )
         state["base.b"][5] = 0
-        _save(writer, state, 4)
-        _assert_loads(memory_job, state, 4)
+        save(writer, state, 4)
+        assert_holds(memory_job, state, 4)
 
 
 # -- recovery --------------------------------------------------------------------------------------

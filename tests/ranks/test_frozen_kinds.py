@@ -17,53 +17,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-from dcp_mem import CheckpointManager, ConfigError, MemoryStorageWriter, TrainState
-from tests.support.checkpoints.jobs import Job, wait_until
+from dcp_mem import ConfigError, MemoryStorageWriter, TrainState
+from tests.support.checkpoints.frozen import assert_holds, inodes_of, save
+from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import forked_ranks, on_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(120)
 
-State = dict[str, torch.Tensor]
 _LARGE = 1 << 19
 """Elements: so many frozen bytes are worth a segment."""
 _QUICK = {"DCP_MEM_TIMEOUT": "30"}
-
-
-def _save(writer: MemoryStorageWriter, state: dict[str, Any], step: int) -> None:
-    dcp_mem.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
-
-
-def _assert_loads(job: Job, state: State, step: int, *, is_whole: bool = True) -> None:
-    """Load with our reader, and with torch's own where the checkpoint lies here whole."""
-    out = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    dcp_mem.load(out, checkpoint_id=f"step-{step}", storage_reader=job.reader())
-    _assert_equal(out, state)
-    if is_whole:
-        out = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        directory = job.directory / f"step-{step}"
-        wait_until((directory / ".metadata").exists, "metadata for stock readers")
-        dcp.load(out, checkpoint_id=str(directory))
-        _assert_equal(out, state)
-
-
-def _assert_equal(found: State, expected: State) -> None:
-    for name, tensor in expected.items():
-        here, there = (
-            one.to_local() if isinstance(one, DTensor) else one for one in (found[name], tensor)
-        )
-        assert here.shape == there.shape, name
-        assert torch.equal(_bytes_of(here), _bytes_of(there)), name
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().resolve_conj().reshape(-1).contiguous()
-    return flat.view(torch.uint8) if flat.numel() else torch.zeros(0, dtype=torch.uint8)
-
-
-def _frozen_inodes(job: Job, step: int, rank: int = 0) -> list[int]:
-    directory = job.directory / f"step-{step}"
-    return [path.stat().st_ino for path in directory.glob(f"__{rank}_1-*.distcp")]
 
 
 # -- kinds of tensors ------------------------------------------------------------------------------
@@ -111,17 +75,17 @@ def test_a_frozen_tensor_of_any_kind_loads_and_is_looked_at(memory_job: Job, kin
     state = {"base.large": torch.arange(float(_LARGE)), "base.one": tensor, "x": torch.zeros(5)}
     with _writing(memory_job) as writer:
         for step in (1, 2, 3):
-            _save(writer, state, step)
-            _assert_loads(memory_job, state, step)
-        assert _frozen_inodes(memory_job, 2) == _frozen_inodes(memory_job, 3)
+            save(writer, state, step)
+            assert_holds(memory_job, state, step)
+        assert inodes_of(memory_job, 2) == inodes_of(memory_job, 3)
         if not tensor.numel() or kind == "an inference tensor":
             return
         if kind == "expanded":
             tensor[0].data[3] = 99
         else:
             _flip_all(tensor)
-        _save(writer, state, 4)
-        _assert_loads(memory_job, state, 4)
+        save(writer, state, 4)
+        assert_holds(memory_job, state, 4)
 
 
 def _flip_all(tensor: torch.Tensor) -> None:
@@ -141,16 +105,16 @@ def test_tied_weights_are_frozen_under_both_names(memory_job: Job) -> None:
     state = {"base.embedding": tied, "base.head": tied, "adapter": torch.zeros(5)}
     with _writing(memory_job) as writer:
         for step in (1, 2):
-            _save(writer, state, step)
-        assert _frozen_inodes(memory_job, 1) == _frozen_inodes(memory_job, 2) != []
+            save(writer, state, step)
+        assert inodes_of(memory_job, 1) == inodes_of(memory_job, 2) != []
         tied.data.mul_(2)
-        _save(writer, state, 3)
-        _assert_loads(memory_job, state, 3)
+        save(writer, state, 3)
+        assert_holds(memory_job, state, 3)
         state["base.head"] = tied.clone()  # no longer tied
-        _save(writer, state, 4)
+        save(writer, state, 4)
         state["base.head"].data.add_(1)
-        _save(writer, state, 5)
-        _assert_loads(memory_job, state, 5)
+        save(writer, state, 5)
+        assert_holds(memory_job, state, 5)
 
 
 def test_a_storage_of_which_a_part_trains_is_never_stale(memory_job: Job) -> None:
@@ -161,8 +125,8 @@ def test_a_storage_of_which_a_part_trains_is_never_stale(memory_job: Job) -> Non
             state["trained"].add_(1)  # which counts as a write to all of the storage's tensors
             if step == 4:
                 state["base.a"].data.add_(1)
-            _save(writer, state, step)
-            _assert_loads(memory_job, state, step)
+            save(writer, state, step)
+            assert_holds(memory_job, state, step)
 
 
 @pytest.mark.parametrize("by", ["set_data", "set_", "resize", "swap"])
@@ -174,8 +138,8 @@ def test_another_memory_in_a_frozen_tensor_is_in_the_next_checkpoint(
         for step in range(1, 7):
             if step % 2 == 0:
                 _exchange(state["base.a"], by)
-            _save(writer, state, step)
-            _assert_loads(memory_job, state, step)
+            save(writer, state, step)
+            assert_holds(memory_job, state, step)
 
 
 def _exchange(tensor: torch.Tensor, by: str) -> None:
@@ -209,16 +173,16 @@ def test_a_thread_that_writes_while_saves_go_on_is_in_the_last_checkpoint(
 
     thread = threading.Thread(target=write)
     with _writing(memory_job) as writer:
-        _save(writer, state, 1)
+        save(writer, state, 1)
         thread.start()
         try:
             for step in range(2, 12):
-                _save(writer, state, step)
+                save(writer, state, step)
         finally:
             is_over.set()
             thread.join()
-        _save(writer, state, 12)
-        _assert_loads(memory_job, state, 12)
+        save(writer, state, 12)
+        assert_holds(memory_job, state, 12)
 
 
 def test_tensors_may_come_and_go_among_the_frozen_ones(memory_job: Job) -> None:
@@ -231,10 +195,10 @@ def test_tensors_may_come_and_go_among_the_frozen_ones(memory_job: Job) -> None:
                 state["base.b"] = torch.ones(_LARGE) * 2
             if step == 7:
                 del state["base.a"]
-            _save(writer, state, step)
-            _assert_loads(memory_job, state, step)
+            save(writer, state, step)
+            assert_holds(memory_job, state, step)
             if step in (2, 4, 6, 8):
-                before, now = (_frozen_inodes(memory_job, one) for one in (step - 1, step))
+                before, now = (inodes_of(memory_job, one) for one in (step - 1, step))
                 assert before == now != []
 
 
@@ -246,8 +210,8 @@ def test_two_states_in_turn_are_never_mixed(memory_job: Job) -> None:
         for step in range(1, 9):
             if step == 6:
                 states[1]["base.a"].data.add_(1)
-            _save(writer, states[step % 2], step)
-            _assert_loads(memory_job, states[step % 2], step)
+            save(writer, states[step % 2], step)
+            assert_holds(memory_job, states[step % 2], step)
 
 
 def test_all_tensors_may_be_frozen(memory_job: Job) -> None:
@@ -256,9 +220,9 @@ def test_all_tensors_may_be_frozen(memory_job: Job) -> None:
         for step in range(1, 5):
             if step == 3:
                 state["b"].data.add_(1)
-            _save(writer, {**state, "step": step}, step)
-            _assert_loads(memory_job, state, step)
-        assert _frozen_inodes(memory_job, 3) == _frozen_inodes(memory_job, 4) != []
+            save(writer, {**state, "step": step}, step)
+            assert_holds(memory_job, state, step)
+        assert inodes_of(memory_job, 3) == inodes_of(memory_job, 4) != []
 
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -284,9 +248,9 @@ def _freeze_on_one_rank(job: Job) -> list[list[int]]:
             freezing = 1 if step < 4 else 0  # then the ranks change places
             if dist.get_rank() != freezing:
                 state["base.a"].to_local().add_(1)  # type: ignore[attr-defined]
-            _save(writer, state, step)
-            _assert_loads(job, state, step, is_whole=False)
-            inodes.append(_frozen_inodes(job, step, dist.get_rank()))
+            save(writer, state, step)
+            assert_holds(job, state, step, is_whole=False)
+            inodes.append(inodes_of(job, step, dist.get_rank()))
             dist.barrier()
     return inodes
 
@@ -313,8 +277,8 @@ def test_saves_with_frozen_tensors_may_be_prepared_for(memory_job: Job) -> None:
     with memory_job.writer(frozen="base.*", agent="thread") as writer:
         writer.prepare(state)
         for step in (1, 2):
-            _save(writer, state, step)
-            _assert_loads(memory_job, state, step, is_whole=False)
+            save(writer, state, step)
+            assert_holds(memory_job, state, step, is_whole=False)
         dist.barrier()
 
 
@@ -339,7 +303,7 @@ def test_a_rule_that_raises_on_one_rank_fails_that_save_on_all(memory_job: Job, 
             )
             errors.append("" if error is None else str(error))
             if error is None:
-                _assert_loads(memory_job, state, step, is_whole=False)
+                assert_holds(memory_job, state, step, is_whole=False)
             dist.barrier()
     assert [bool(one) for one in errors] == [True, False, True, False, False]
     assert all("the rule of rank 1" in one for one in errors if one)
@@ -366,9 +330,9 @@ def test_layers_of_fsdp2_that_thaw_one_by_one_are_saved_as_they_are(memory_job: 
             optimizer.step()
             optimizer.zero_grad()
             state = app.state_dict()
-            _save(writer, {"app": state}, step)
+            save(writer, {"app": state}, step)
             weights = {f"app.model.{name}": one for name, one in state["model"].items()}
-            _assert_loads(memory_job, weights, step, is_whole=False)
+            assert_holds(memory_job, weights, step, is_whole=False)
             directory = memory_job.directory / f"step-{step}"
             found = list(directory.glob(f"__{dist.get_rank()}_1-*.distcp"))
             sizes.append(round(found[0].stat().st_blocks * 512 / (1 << 20)) if found else 0)
@@ -384,7 +348,7 @@ def test_layers_of_fsdp2_that_thaw_one_by_one_are_saved_as_they_are(memory_job: 
 def test_a_skip_of_another_kind_is_refused(memory_job: Job, wrong: Any) -> None:
     state = {"base.a": torch.zeros(5)}
     with memory_job.writer(agent="thread") as writer:
-        _save(writer, state, 1)
+        save(writer, state, 1)
     error = raised_by(lambda: dcp_mem.load(state, storage_reader=memory_job.reader(), skip=wrong))
     assert isinstance(error, ConfigError)
     assert "skip=" in str(error)
@@ -396,25 +360,12 @@ def test_names_may_come_from_a_generator(memory_job: Job) -> None:
     names = (name for name in state if name != "x")
     with memory_job.writer(frozen=names, agent="thread") as writer:
         for step in (1, 2):
-            _save(writer, state, step)
-    assert _frozen_inodes(memory_job, 1) == _frozen_inodes(memory_job, 2) != []
+            save(writer, state, step)
+    assert inodes_of(memory_job, 1) == inodes_of(memory_job, 2) != []
     out = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     names = (name for name in state if name != "x")
     dcp_mem.load(out, storage_reader=memory_job.reader(), skip=names)
     assert [float(tensor.sum()) for tensor in out.values()] == [0, 0, 5]
-
-
-def test_an_async_manager_shares_what_a_train_state_calls_frozen(memory_job: Job) -> None:
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(64, 64))
-    model[0].requires_grad_(False)
-    app = TrainState(model, torch.optim.SGD(model[1].parameters(), 0.1), rng=False)
-    places: dict[str, Any] = {"memory_root": memory_job.memory, "job": "job", "agent": "thread"}
-    with CheckpointManager(None, async_save=True, frozen=app.is_frozen, **places) as manager:
-        for step in range(1, 5):
-            assert manager.save(step, {"app": app})
-            manager.wait(state="complete")
-        inodes = [_frozen_inodes(memory_job, step) for step in (3, 4)]
-        assert inodes[0] == inodes[1] != []
 
 
 def test_a_writer_with_a_rule_goes_to_another_process() -> None:

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from dcp_mem import JobInUse, MemoryRootRefused, Reclaimed, reclaim
+from dcp_mem import MemoryRootRefused, Reclaimed, reclaim
 from dcp_mem.format import names
 from dcp_mem.memory import checksumming
 from dcp_mem.memory.job import JobMemory
-from tests.support.checkpoints.held import names_in, segments_in
+from tests.support.checkpoints.held import names_in
 from tests.support.checkpoints.jobs import Job, load_anew, occupied, save, wait_until
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 
@@ -94,12 +94,6 @@ def test_only_the_named_job_of_enough_age_is_reclaimed(memory_root: Path) -> Non
     assert one.directory.is_dir()
 
 
-def test_directories_that_are_no_jobs_are_never_touched(memory_root: Path) -> None:
-    (memory_root / "photos").mkdir(mode=0o700)
-    assert reclaim(memory_root, force=True) == []
-    assert (memory_root / "photos").is_dir()
-
-
 def test_checkpoint_that_is_being_read_keeps_its_job(memory_job: Job) -> None:
     forked(_save_and_end, memory_job, False)
     reader = memory_job.reader()
@@ -108,38 +102,6 @@ def test_checkpoint_that_is_being_read_keeps_its_job(memory_job: Job) -> None:
     assert "being read" in left.kept
     reader.close()
     assert reclaim(memory_job.memory)[0].kept == ""
-
-
-def test_close_leaves_what_is_kept_and_nothing_else(memory_root: Path, tmp_path: Path) -> None:
-    job = Job(str(tmp_path / "run"), str(memory_root))
-    with job.writer(keep_memory=2, agent="thread") as writer:
-        for number in range(1, 6):
-            save(writer, number)
-            # Without this wait a checkpoint in its flush would be kept in place of another.
-            writer.wait(timeout=30)
-    assert names_in(job.directory) == ["step-5", "step-4"]
-    assert os.listdir(job.directory / ".slots") == []
-    segments = [path for step in (4, 5) for path in segments_in(job.directory / f"step-{step}")]
-    nbytes = sum(path.stat().st_blocks * 512 for path in segments)
-    assert occupied(job.directory) < nbytes + (256 << 10)
-
-
-def _save_here(job: Job) -> str:
-    try:
-        save(job.writer(), 9)
-    except BaseException as error:
-        failures = getattr(error, "failures", {})
-        return " ".join(f"{type(one[0]).__name__}: {one[0]}" for one in failures.values())
-    return ""
-
-
-def test_job_of_a_live_other_run_is_refused_with_what_to_do(memory_job: Job) -> None:
-    with memory_job.writer() as writer:
-        save(writer, 1)
-        refused = forked(_save_here, memory_job)
-        assert refused.startswith(JobInUse.__name__)
-        assert "End that run, or give this one another job=" in refused
-    assert forked(_save_here, memory_job) == ""
 
 
 # -- what a close leaves, by name ------------------------------------------------------------------

@@ -40,7 +40,10 @@ def test_checkpoints_of_both_places_are_one_list_newest_first(
 ) -> None:
     job = Job(storage_root.url, str(memory_root), storage_root.storage_options)
     save_in_two_places(job)
-    found = Shell(job).listed()
+    answer = Shell(job).json("ls")
+    assert (answer["job"], answer["root"]) == (job.name, job.url)
+    found = answer["checkpoints"]
+    assert [one["persist"] for one in found] == [False, True, True]
     assert _described(job) == [
         ("step-3", "complete", ["memory"]),
         ("step-2", "durable", ["memory", "storage"]),
@@ -57,13 +60,6 @@ def test_checkpoints_of_both_places_are_one_list_newest_first(
         ("step-2", "durable", ["storage"]),
         ("step-1", "durable", ["storage"]),
     ]
-
-
-def test_job_without_url_is_listed_from_memory_alone(memory_root: Path) -> None:
-    job = Job(None, str(memory_root))
-    with job.writer() as writer:
-        save(writer, 1)
-        assert _described(job) == [("step-1", "complete", ["memory"])]
 
 
 def test_a_look_makes_nothing(memory_root: Path, tmp_path: Path) -> None:

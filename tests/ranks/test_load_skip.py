@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import dcp_mem
 from dcp_mem import CheckpointManager, TrainState
 from tests.support.checkpoints.jobs import Job
-from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.processes.forks import forked_ranks, on_ranks, raised_by
 
 _NAMES = ("base.a", "base.b", "adapter.a")
 
@@ -99,20 +99,6 @@ def test_each_rank_skips_by_itself(memory_job: Job) -> None:
     assert forked_ranks(_skip_on_rank_1, 2, memory_job) == [[1, 1, 1, 1], [0, 0, 1, 1]]
 
 
-def _refused_on_rank_1(job: Job, wrong: str) -> str:
-    _save(job, _state(1))
-    given: dict[str, Any] = {}
-    if wrong == "planner":
-        given = {"planner": type("Own", (DefaultLoadPlanner,), {})()}
-        given |= {"skip": "model.base.*"} if dist.get_rank() == 1 else {}
-    elif dist.get_rank() == 1:
-        given = {"skip": 7 if wrong == "kind" else lambda *_: 1 / 0}
-    state = _state(0)
-    error = raised_by(lambda: dcp_mem.load(state, storage_reader=job.reader(), **given))
-    assert _values(state) == [0, 0, 0, 0]
-    return f"{type(error).__name__}: {error}"
-
-
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
@@ -121,8 +107,17 @@ def _refused_on_rank_1(job: Job, wrong: str) -> str:
         ("function", "division by zero"),
     ],
 )
+@on_ranks(2, env={"DCP_MEM_TIMEOUT": "30"})
 def test_a_wrong_skip_on_one_rank_fails_on_all(memory_job: Job, wrong: str, expected: str) -> None:
-    for text in forked_ranks(
-        _refused_on_rank_1, 2, memory_job, wrong, env={"DCP_MEM_TIMEOUT": "30"}
-    ):
-        assert expected in text
+    _save(memory_job, _state(1))
+    given: dict[str, Any] = {}
+    if wrong == "planner":
+        given = {"planner": type("Own", (DefaultLoadPlanner,), {})()}
+        given |= {"skip": "model.base.*"} if dist.get_rank() == 1 else {}
+    elif dist.get_rank() == 1:
+        given = {"skip": 7 if wrong == "kind" else lambda *_: 1 / 0}
+    state = _state(0)
+    error = raised_by(lambda: dcp_mem.load(state, storage_reader=memory_job.reader(), **given))
+    assert _values(state) == [0, 0, 0, 0]
+    text = f"{type(error).__name__}: {error}"
+    assert expected in text

@@ -37,7 +37,7 @@ from dcp_mem import (
 from tests.support.checkpoints.hostile import json_file
 from tests.support.checkpoints.jobs import make_state, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
-from tests.support.processes.forks import forked, forked_ranks, killed_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, killed_ranks, on_ranks, raised_by
 
 
 def _manager(root: str | Path, url: str | Path | None, **options: Any) -> CheckpointManager:
@@ -324,10 +324,11 @@ def _refuse(*_: Any, **__: Any) -> None:
     raise PermissionError("not on this node")
 
 
-def _trouble_on_one(root: str, url: str) -> None:
+@on_ranks(2)
+def test_trouble_of_one_node_is_raised_on_all(memory_root: Path, url: Path) -> None:
     """Two ranks, each a node of its own."""
     rank = dist.get_rank()
-    manager = _manager(Path(root, f"node{rank}"), url, on_error="raise")
+    manager = _manager(memory_root / f"node{rank}", url, on_error="raise")
     manager.save(1, make_state(1))
     if rank == 1:
         manager._behind.look = lambda: (("step-1: no room",), ())  # type: ignore[method-assign]
@@ -340,10 +341,6 @@ def _trouble_on_one(root: str, url: str) -> None:
             manager.delete(2)
     manager.delete(2)  # what was left on that node
     manager.close(progress=False)
-
-
-def test_trouble_of_one_node_is_raised_on_all(memory_root: Path, url: Path) -> None:
-    forked_ranks(_trouble_on_one, 2, str(memory_root), str(url))
 
 
 # -- a training that is killed ---------------------------------------------------------------------

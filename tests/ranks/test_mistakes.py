@@ -34,7 +34,7 @@ from dcp_mem import (
     every_n_saves,
 )
 from tests.support.checkpoints.jobs import agents, wait_until
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, in_process, raised_by
 from tests.support.storage.file_systems import become_nobody, needs_root
 
 # -- what is wrong in a call -----------------------------------------------------------------------
@@ -242,15 +242,13 @@ def _saves_without_a_group(root: str, rank: str) -> list[str]:
     return [str(raised_by(call)).split(",")[0] for call in calls]
 
 
-def _saves_with_a_bare_world_size(root: str) -> str:
+@in_process
+def test_a_process_alone_saves_whatever_world_size_its_script_exports(memory_root: Path) -> None:
+    root = str(memory_root)
     os.environ["WORLD_SIZE"] = "2"
     os.environ.pop("RANK", None)
     with CheckpointManager(memory_root=root, job="job", on_error="raise") as manager:
-        return str(raised_by(lambda: manager.save(1, {"x": torch.ones(2)})))
-
-
-def test_a_process_alone_saves_whatever_world_size_its_script_exports(memory_root: Path) -> None:
-    assert forked(_saves_with_a_bare_world_size, str(memory_root)) == "None"
+        assert str(raised_by(lambda: manager.save(1, {"x": torch.ones(2)}))) == "None"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

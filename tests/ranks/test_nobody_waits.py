@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,31 +26,18 @@ _SOON_SECONDS = 30.0
 """Well below the time-out."""
 
 
-class _Outcome(NamedTuple):
-    """What became of a call on one rank, and of the same call without a failure."""
-
-    case: str
-    error: str
-    seconds: float
-    afterwards: str
-
-
-def _outcome(case: str, act: Callable[[], object], well: Callable[[], object]) -> _Outcome:
+def _ends_together(
+    case: object, act: Callable[[], object], well: Callable[[], object], *texts: str
+) -> None:
+    """A call fails on this rank in time, with these texts; then the same call works."""
     dist.barrier()
     started = time.monotonic()
-    error = raised_by(act)
-    seconds = time.monotonic() - started
+    raised = raised_by(act)
+    seconds, error = time.monotonic() - started, f"{raised!r} {raised}"
     dist.barrier()
-    return _Outcome(case, repr(error), seconds, repr(raised_by(well)))
-
-
-def _ended_together(found: list[list[_Outcome]], text: str) -> None:
-    assert found[0]
-    for of_ranks in zip(*found, strict=True):
-        for outcome in of_ranks:
-            assert text in outcome.error, of_ranks
-            assert outcome.seconds < _SOON_SECONDS, of_ranks
-            assert outcome.afterwards == "None", of_ranks
+    assert all(text in error for text in texts), (case, error)
+    assert seconds < _SOON_SECONDS, case
+    assert raised_by(well) is None, case
 
 
 def _state() -> dict[str, Any]:
@@ -132,52 +120,64 @@ def _cases(callbacks: str) -> list[tuple[str, int]]:
     return [case for case in cases if case != ("create_global_plan", 1)]
 
 
-def _planners_fail_in_saves(root: str) -> list[_Outcome]:
-    found = []
+_CALLBACKS = "set_up_planner create_local_plan create_global_plan finish_plan"
+_ASKED = {"save": f"{_CALLBACKS} resolve_data", "load": f"{_CALLBACKS} resolve_tensor"}
+_ASKED["prepare"] = "set_up_planner create_local_plan create_global_plan"
+
+
+@pytest.mark.parametrize("call", ["save", "load", "prepare"])
+@on_ranks(2, timeout=200, env=_ENV)
+def test_a_planner_that_raises_on_one_rank_ends_the_call_on_all(
+    memory_root: Path, call: str
+) -> None:
+    root = str(memory_root)
 
     def save() -> None:
         dcp.save(_state(), checkpoint_id="a", storage_writer=writer, planner=_Saving())
-
-    callbacks = "set_up_planner create_local_plan create_global_plan finish_plan resolve_data"
-    with _writer(root) as writer:
-        for callback, culprit in _cases(callbacks):
-
-            def fail(callback: str = callback, culprit: int = culprit) -> None:
-                with _failing(callback, culprit):
-                    save()
-
-            found.append(_outcome(f"{callback} of rank {culprit}", fail, save))
-    return found
-
-
-def test_a_planner_that_raises_on_one_rank_ends_the_save_on_all(memory_root: Path) -> None:
-    found = forked_ranks(_planners_fail_in_saves, 2, str(memory_root), timeout=200, env=_ENV)
-    _ended_together(found, "has failed")
-
-
-def _planners_fail_in_loads(root: str) -> list[_Outcome]:
-    found = []
-    with _writer(root) as writer:
-        dcp.save(_state(), checkpoint_id="a", storage_writer=writer)
 
     def load() -> None:
         with _reader(root) as reader:
             dcp.load(_state(), storage_reader=reader, planner=_Loading())
 
-    callbacks = "set_up_planner create_local_plan create_global_plan finish_plan resolve_tensor"
-    for callback, culprit in _cases(callbacks):
+    def prepare() -> None:
+        assert writer.prepare(_state(), _Saving()).wait(60)
 
-        def fail(callback: str = callback, culprit: int = culprit) -> None:
-            with _failing(callback, culprit):
-                load()
+    with _writer(root) as writer:
+        save()
+        well = {"save": save, "load": load, "prepare": prepare}[call]
+        for callback, culprit in _cases(_ASKED[call]):
 
-        found.append(_outcome(f"{callback} of rank {culprit}", fail, load))
-    return found
+            def fail(callback: str = callback, culprit: int = culprit) -> None:
+                with _failing(callback, culprit):
+                    well()
+
+            _ends_together((callback, culprit), fail, well, f"{callback} has failed")
 
 
-def test_a_planner_that_raises_on_one_rank_ends_the_load_on_all(memory_root: Path) -> None:
-    found = forked_ranks(_planners_fail_in_loads, 2, str(memory_root), timeout=200, env=_ENV)
-    _ended_together(found, "has failed")
+@pytest.mark.parametrize("culprit", [0, 1])
+@on_ranks(2, env=_ENV)
+def test_what_one_rank_cannot_prepare_for_fails_prepare_on_both(
+    memory_root: Path, tmp_path: Path, culprit: int
+) -> None:
+    """A state whose keys collide, and a memory root that can't be opened."""
+    is_wrong = dist.get_rank() == culprit
+    file = tmp_path / f"file-{dist.get_rank()}"
+    file.write_text("no directory")
+
+    def well() -> None:
+        with _writer(str(memory_root)) as writer:
+            assert writer.prepare(_state()).wait(60)
+
+    def fail(root: str, state: dict[str, Any]) -> None:
+        with _writer(root) as writer:
+            writer.prepare(state).wait(60)
+
+    colliding = {"a.b": torch.ones(3), "a": {"b": torch.ones(3)}} if is_wrong else _state()
+    named = "" if is_wrong else f"rank {culprit}: "
+    _ends_together("keys", lambda: fail(str(memory_root), colliding), well, named, "a.b")
+    elsewhere = str(file if is_wrong else memory_root)
+    said = ("MemoryRootRefused", "it is not a directory")
+    _ends_together("root", lambda: fail(elsewhere, _state()), well, named, *said)
 
 
 class _Old(DefaultSavePlanner):
@@ -245,8 +245,13 @@ def _calls(root: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def _is_interrupted_anywhere(root: str, name: str) -> list[_Outcome]:
-    act, found = _calls(root)[name], []
+@pytest.mark.parametrize("name", list(_calls("")))
+@on_ranks(2, timeout=250, env=_ENV)
+def test_an_error_in_front_of_any_exchange_ends_the_call_on_all_ranks(
+    memory_root: Path, name: str
+) -> None:
+    root = str(memory_root)
+    act = _calls(root)[name]
     _calls(root)["dcp.save"]()
     for number in range(1, faults.passes_of("ranks.exchange", act) + 1):
         for culprit in (0, 1):
@@ -258,22 +263,17 @@ def _is_interrupted_anywhere(root: str, name: str) -> list[_Outcome]:
                 finally:
                     faults.arm("")
 
-            found.append(_outcome(f"rank {culprit}, exchange {number}", interrupted, act))
-    return found
-
-
-@pytest.mark.parametrize("name", list(_calls("")))
-def test_an_error_in_front_of_any_exchange_ends_the_call_on_all_ranks(
-    memory_root: Path, name: str
-) -> None:
-    found = forked_ranks(_is_interrupted_anywhere, 2, str(memory_root), name, timeout=250, env=_ENV)
-    _ended_together(found, "fault injected at ranks.exchange")
+            said = "fault injected at ranks.exchange"
+            _ends_together((culprit, number), interrupted, act, said)
 
 
 # -- stateful objects ------------------------------------------------------------------------------
 
 
-def _states_fail(root: str) -> list[_Outcome]:
+@on_ranks(2, timeout=200, env=_ENV)
+def test_a_stateful_object_that_raises_on_one_rank_ends_the_call_on_all(memory_root: Path) -> None:
+    root = str(memory_root)
+
     def state() -> dict[str, Any]:
         return {"x": torch.arange(4.0), "own": _Stateful()}
 
@@ -285,7 +285,6 @@ def _states_fail(root: str) -> list[_Outcome]:
         with _reader(root) as reader:
             dcp_mem.load(state(), checkpoint_id="a", storage_reader=reader, **options)
 
-    found = []
     with _writer(root) as writer:
 
         def save(**options: Any) -> None:
@@ -306,13 +305,7 @@ def _states_fail(root: str) -> list[_Outcome]:
                     with _failing("state_dict", culprit):
                         act()
 
-                found.append(_outcome(f"{name}, rank {culprit}", fail, act))
-    return found
-
-
-def test_a_stateful_object_that_raises_on_one_rank_ends_the_call_on_all(memory_root: Path) -> None:
-    found = forked_ranks(_states_fail, 2, str(memory_root), timeout=200, env=_ENV)
-    _ended_together(found, "has failed")
+                _ends_together((name, culprit), fail, act, "has failed")
 
 
 # -- the manager -----------------------------------------------------------------------------------
@@ -394,22 +387,14 @@ def test_a_rank_does_not_leave_ranks_that_raise_as_well(memory_root: Path) -> No
 # -- shapes ----------------------------------------------------------------------------------------
 
 
-def _shapes_differ(root: str) -> list[_Outcome]:
+@on_ranks(2, env=_ENV)
+def test_a_tensor_that_ranks_have_in_different_shapes_is_refused(memory_root: Path) -> None:
+    """torch's own planner would save one of them."""
+
     def save(size: int, **options: Any) -> None:
         dcp.save({"x": torch.ones(size)}, checkpoint_id="a", storage_writer=writer, **options)
 
-    def outcome(planner: Any) -> _Outcome:
-        return _outcome(
-            repr(planner),
-            lambda: save(3 + dist.get_rank(), planner=planner),
-            lambda: save(3, planner=planner),
-        )
-
-    with _writer(root) as writer:
-        return [outcome(planner) for planner in (None, _Saving())]
-
-
-def test_a_tensor_that_ranks_have_in_different_shapes_is_refused(memory_root: Path) -> None:
-    """torch's own planner would save one of them."""
-    found = forked_ranks(_shapes_differ, 2, str(memory_root), env=_ENV)
-    _ended_together(found, "x: ")
+    with _writer(str(memory_root)) as writer:
+        for planner in (None, _Saving()):
+            differs = partial(save, 3 + dist.get_rank(), planner=planner)
+            _ends_together(planner, differs, partial(save, 3, planner=planner), "x: ")

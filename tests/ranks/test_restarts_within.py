@@ -28,7 +28,7 @@ from dcp_mem.memory.locks import is_leased, job_is_live
 from dcp_mem.memory.slot import Slot
 from dcp_mem.runtime import session
 from tests.support.checkpoints.jobs import Job, wait_for_spare_slots, wait_until
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, forked_ranks, in_process
 from tests.support.storage.servers import free_port
 
 pytestmark = pytest.mark.timeout(500)
@@ -265,35 +265,30 @@ def test_what_was_mapped_is_adopted_again_without_faulting(memory_job: Job, how:
         assert mapped.faults < _LARGE_NBYTES // mmap.PAGESIZE // 8
 
 
-def _saves_after_a_close(job: Job) -> tuple[int, int]:
-    with job.writer(keep_memory=1) as writer:
+@in_process
+def test_a_plain_close_gives_back_mappings_and_free_slots(memory_job: Job) -> None:
+    with memory_job.writer(keep_memory=1) as writer:
         for step in range(3):
             dcp_mem.save({"w": torch.ones(9000)}, checkpoint_id=f"{step}", storage_writer=writer)
         wait_for_spare_slots()
-    return len(_mapped(job.directory)), len(os.listdir(job.directory / ".slots"))
+    assert (
+        len(_mapped(memory_job.directory)),
+        len(os.listdir(memory_job.directory / ".slots")),
+    ) == (0, 0)
 
 
-def test_a_plain_close_gives_back_mappings_and_free_slots(memory_job: Job) -> None:
-    assert forked(_saves_after_a_close, memory_job) == (0, 0)
-
-
-def _breaks_off_and_goes_on(job: Job) -> list[int]:
-    """Saves break off, and the process restarts within; how many free slots there are then."""
+@in_process
+def test_saves_that_break_off_leave_no_slots_behind(memory_job: Job) -> None:
     counts = []
     for restart in range(6):
-        with suppress(CheckpointException), job.writer(keep_memory=1) as writer:
+        with suppress(CheckpointException), memory_job.writer(keep_memory=1) as writer:
             for step in range(2):
                 name = f"{restart}-{step}"
                 dcp_mem.save({"w": torch.ones(9000)}, checkpoint_id=name, storage_writer=writer)
             wait_for_spare_slots()
             faults.arm("stage.copied:raise:1")
             dcp_mem.save({"w": torch.ones(9000)}, checkpoint_id="broken", storage_writer=writer)
-        counts.append(len(os.listdir(job.directory / ".slots")))
-    return counts
-
-
-def test_saves_that_break_off_leave_no_slots_behind(memory_job: Job) -> None:
-    counts = forked(_breaks_off_and_goes_on, memory_job)
+        counts.append(len(os.listdir(memory_job.directory / ".slots")))
     assert max(counts) <= counts[0], counts
 
 
@@ -320,56 +315,51 @@ def _is_given_back(job: Job) -> bool:
     return not is_held and not _mapped(job.directory) and not session._sessions
 
 
-def _is_interrupted_while_threads_work(job: Job, keep_slots: bool) -> None:
-    writer = _saved(job, 1, 2)
-    (held,) = session._sessions.values()
-    before = _inodes(job)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held.replicator, "wait", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            writer.close(flush=False, keep_slots=keep_slots)
-    assert list(session._sessions.values()) == [held]
-    again = _saved(job, 3, 4)
-    assert _inodes(job) == before, "slots were made anew"
-    again.close()
-    assert _is_given_back(job)
-
-
 def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("keep_slots", [True, False])
+@in_process
 def test_a_close_that_is_interrupted_while_threads_work_can_be_made_again(
     memory_job: Job, keep_slots: bool
 ) -> None:
-    forked(_is_interrupted_while_threads_work, memory_job, keep_slots)
-
-
-def _is_interrupted_at(job: Job, part: str, step: str) -> None:
-    writer = _saved(job, 1, 2)
+    writer = _saved(memory_job, 1, 2)
     (held,) = session._sessions.values()
+    before = _inodes(memory_job)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(getattr(held, part), step, _interrupt)
+        patch.setattr(held.replicator, "wait", _interrupt)
         with pytest.raises(KeyboardInterrupt):
-            writer.close(flush=False)
-    assert _is_given_back(job)
-    _saved(job, 3).close()
-    assert _is_given_back(job)
+            writer.close(flush=False, keep_slots=keep_slots)
+    assert list(session._sessions.values()) == [held]
+    again = _saved(memory_job, 3, 4)
+    assert _inodes(memory_job) == before, "slots were made anew"
+    again.close()
+    assert _is_given_back(memory_job)
 
 
 @pytest.mark.parametrize(
     ("part", "step"),
     [("agent", "stop"), ("memory", "sweep"), ("memory", "drop_free_slots"), ("catalogs", "clear")],
 )
+@in_process
 def test_a_close_that_is_interrupted_later_gives_everything_back(
     memory_job: Job, part: str, step: str
 ) -> None:
-    forked(_is_interrupted_at, memory_job, part, step)
+    writer = _saved(memory_job, 1, 2)
+    (held,) = session._sessions.values()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(getattr(held, part), step, _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writer.close(flush=False)
+    assert _is_given_back(memory_job)
+    _saved(memory_job, 3).close()
+    assert _is_given_back(memory_job)
 
 
-def _is_interrupted_in_the_slots(job: Job) -> None:
-    writer = _saved(job, 1, 2)
+@in_process
+def test_a_close_that_is_interrupted_at_one_slot_gives_all_of_them_back(memory_job: Job) -> None:
+    writer = _saved(memory_job, 1, 2)
     interrupts = iter([KeyboardInterrupt()])
     give_back = Slot.give_back
 
@@ -382,24 +372,17 @@ def _is_interrupted_in_the_slots(job: Job) -> None:
         patch.setattr(Slot, "give_back", interrupted)
         with pytest.raises(KeyboardInterrupt):
             writer.close(flush=False)
-    assert _is_given_back(job)
-
-
-def test_a_close_that_is_interrupted_at_one_slot_gives_all_of_them_back(memory_job: Job) -> None:
-    forked(_is_interrupted_in_the_slots, memory_job)
-
-
-def _closes_without_a_directory(job: Job, keep_slots: bool) -> None:
-    writer = _saved(job, 1, 2)
-    shutil.rmtree(job.directory)
-    writer.close(keep_slots=keep_slots)
-    assert not session._sessions
-    again = _saved(job, 3)
-    assert len(list(job.directory.glob("3/*.distcp"))) == 1
-    again.close()
-    assert _is_given_back(job)
+    assert _is_given_back(memory_job)
 
 
 @pytest.mark.parametrize("keep_slots", [True, False])
+@in_process
 def test_a_writer_whose_directory_is_gone_can_be_closed(memory_job: Job, keep_slots: bool) -> None:
-    forked(_closes_without_a_directory, memory_job, keep_slots)
+    writer = _saved(memory_job, 1, 2)
+    shutil.rmtree(memory_job.directory)
+    writer.close(keep_slots=keep_slots)
+    assert not session._sessions
+    again = _saved(memory_job, 3)
+    assert len(list(memory_job.directory.glob("3/*.distcp"))) == 1
+    again.close()
+    assert _is_given_back(memory_job)

@@ -47,7 +47,7 @@ from tests.support.checkpoints.roundtrip import (
     comes_back,
 )
 from tests.support.processes import faults
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked_ranks, in_process, on_ranks, raised_by
 
 FROM_MEMORY = ("memory", "stock from memory")
 
@@ -180,7 +180,9 @@ def _training_state(step: int) -> State:
     }
 
 
-def _saves_training_state(places: Places) -> list[str]:
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks("world")
+def test_training_state_comes_back_and_is_planned_once(places: Places, world: int) -> None:
     with places.writer(keep_memory=9) as writer, logged() as lines:
         for step in range(4):  # byte items become longer
             state = {**_training_state(step), f"counter.{dist.get_rank()}": _Counter(3)}
@@ -200,12 +202,7 @@ def _saves_training_state(places: Places) -> list[str]:
         assert torch.equal(counter.history, torch.arange(3.0))
         _barrier()
     assert not _planned_by_torch(lines)
-    return planned(lines)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_training_state_comes_back_and_is_planned_once(places: Places, world: int) -> None:
-    assert forked_ranks(_saves_training_state, world, places) == [["step-0"]] * world
+    assert planned(lines) == ["step-0"]
 
 
 def _trains_and_resumes(places: Places, kinds: list[str]) -> None:
@@ -316,7 +313,10 @@ def _tensors_that_lie_oddly() -> State:
     }
 
 
-def _saves_odd_tensors(places: Places) -> list[str]:
+@in_process
+def test_tensors_that_are_not_what_their_pointers_say_are_seen_on_every_save(
+    places: Places,
+) -> None:
     plain = {
         "complex": torch.ones(3, 4, dtype=torch.complex64),
         "real": torch.ones(3, 4),
@@ -328,13 +328,7 @@ def _saves_odd_tensors(places: Places) -> list[str]:
             for state in ({**plain, **odd}, plain):
                 _save(writer, state, f"odd-{number}")
                 _came_back(places, f"odd-{number}", state)
-    return planned(lines)
-
-
-def test_tensors_that_are_not_what_their_pointers_say_are_seen_on_every_save(
-    places: Places,
-) -> None:
-    assert forked(_saves_odd_tensors, places) == ["plain"]
+    assert planned(lines) == ["plain"]
 
 
 # -- changes between saves -------------------------------------------------------------------------
@@ -441,7 +435,8 @@ def test_a_rank_that_goes_to_and_fro_between_two_structures_is_followed_by_the_o
 # -- DTensors that change --------------------------------------------------------------------------
 
 
-def _saves_on_a_mesh_of_some(places: Places) -> None:
+@on_ranks(4)
+def test_meshes_of_some_of_the_ranks_come_back(places: Places) -> None:
     rank = dist.get_rank()
     with places.writer() as writer:
         for step in range(2):
@@ -461,15 +456,11 @@ def _saves_on_a_mesh_of_some(places: Places) -> None:
         _barrier()
 
 
-def test_meshes_of_some_of_the_ranks_come_back(places: Places) -> None:
-    forked_ranks(_saves_on_a_mesh_of_some, 4, places)
-
-
 # -- when a save returns ---------------------------------------------------------------------------
 
 
-def _saves_with_a_slow_leader(places: Places) -> list[str]:
-    """What each rank finds in memory right after its save."""
+@on_ranks(2)
+def test_a_save_returns_on_no_rank_before_the_checkpoint_is_complete(places: Places) -> None:
     found = []
     slowly = faults.at_point("complete.catalog", lambda: time.sleep(0.5))
     with places.writer(persist=False) as writer, slowly:
@@ -479,11 +470,7 @@ def _saves_with_a_slow_leader(places: Places) -> list[str]:
             )
             found.append(",".join(entry.name for entry in writer.status() if entry.in_memory))
             _barrier()
-    return found
-
-
-def test_a_save_returns_on_no_rank_before_the_checkpoint_is_complete(places: Places) -> None:
-    assert forked_ranks(_saves_with_a_slow_leader, 2, places) == [["0", "1,0"]] * 2
+    assert found == ["0", "1,0"]
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -607,7 +594,9 @@ def test_what_only_torch_can_plan_goes_to_torch_on_all_ranks_and_the_log_says_wh
     assert "_Subclass" in texts[0]
 
 
-def _saves_by_another_writer(directory: str) -> list[str]:
+@in_process
+def test_saves_by_other_writers_are_left_to_dcp_and_the_log_says_so_once(tmp_path: Path) -> None:
+    directory = str(tmp_path)
     state = {"a": torch.arange(3.0), "step": 1}
     with logged() as lines:
         dcp_mem.save(state, checkpoint_id=f"{directory}/a")
@@ -620,9 +609,5 @@ def _saves_by_another_writer(directory: str) -> list[str]:
         into = blank_of(state)
         dcp.load(into, storage_reader=dcp.FileSystemReader(f"{directory}/{name}"))
         assert_same(state, into)
-    return [line for line in lines if "storage_writer" in line]
-
-
-def test_saves_by_other_writers_are_left_to_dcp_and_the_log_says_so_once(tmp_path: Path) -> None:
-    (said,) = forked(_saves_by_another_writer, str(tmp_path))
+    (said,) = [line for line in lines if "storage_writer" in line]
     assert said.endswith("leaves saves to dcp.save: the storage_writer isn't a MemoryStorageWriter")

@@ -125,24 +125,6 @@ def test_copies_on_other_nodes_are_made_of_it(memory_root: Path, parts: int) -> 
         forked_ranks(_on_nodes, 1 + (parts or 1), str(memory_root), parts, timeout=200)
 
 
-def _with(job: Job, options: dict[str, Any], call: dict[str, Any]) -> int:
-    """Save eight times; return by how many the open descriptors have grown since the fourth."""
-    before, call = 0, dict(call)
-    if call.pop("lowest", False):
-        call["planner"] = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    with job.writer(keep_memory=2, **options) as writer:
-        for step in range(8):
-            if step == 4:
-                before = _open_descriptors()
-            _saved(writer, step, **call)
-            if not call.get("no_dist"):
-                assert _number_in(job, f"step-{step}") == step
-                dist.barrier()
-        assert len(_files(job, ".distcp", ".slot")) <= 4 * dist.get_world_size()
-        dist.barrier()
-        return _open_descriptors() - before
-
-
 def _open_descriptors() -> int:
     gc.collect()  # torch's tensors in shared memory may wait for it
     return len(os.listdir("/proc/self/fd"))
@@ -158,11 +140,25 @@ def _open_descriptors() -> int:
         ({"memory_limit": "1GiB"}, {}, 2),
     ],
 )
+@on_ranks("ranks", timeout=200)
 def test_whatever_a_save_is_told_it_is_whole_and_slots_and_descriptors_stay_as_many(
     memory_job: Job, options: dict[str, Any], call: dict[str, Any], ranks: int
 ) -> None:
-    for grown in forked_ranks(_with, ranks, memory_job, options, call, timeout=200):
-        assert grown <= 2
+    before, call = 0, dict(call)
+    if call.pop("lowest", False):
+        call["planner"] = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with memory_job.writer(keep_memory=2, **options) as writer:
+        for step in range(8):
+            if step == 4:
+                before = _open_descriptors()
+            _saved(writer, step, **call)
+            if not call.get("no_dist"):
+                assert _number_in(memory_job, f"step-{step}") == step
+                dist.barrier()
+        assert len(_files(memory_job, ".distcp", ".slot")) <= 4 * dist.get_world_size()
+        dist.barrier()
+        grown = _open_descriptors() - before
+    assert grown <= 2
 
 
 def _of_structure(number: int, step: int) -> dict[str, Any]:

@@ -83,28 +83,6 @@ def test_an_interrupt_as_the_ranks_have_agreed_harms_no_later_save(
     assert slots_of(Path(places.memory, places.job)) <= 2 + 1
 
 
-def _is_broken_off(places: Places) -> None:
-    """DCP fails after the save was agreed on, and before it has the writer write."""
-
-    def refusing(plan: Any) -> Any:
-        raise ValueError("not today")
-
-    with places.writer(keep_memory=2, persist=False) as writer:
-        _warm("dcp.save", writer)
-        with patch.object(writer, "prepare_local_plan", refusing):
-            error = raised_by(lambda: _save("dcp.save", writer, _state(-1), "bad"))
-        assert "not today" in str(error)
-        _assert_loads(places, None, 2)
-        for step in range(3, 7):
-            _save("dcp.save", writer, _state(step), f"step-{step}")
-            _assert_loads(places, None, step)
-
-
-def test_a_save_that_dcp_breaks_off_takes_no_slot_with_it(places: Places) -> None:
-    forked(_is_broken_off, places)
-    assert slots_of(Path(places.memory, places.job)) <= 2 + 1
-
-
 @in_process
 def test_another_writer_saves_on_after_a_save_that_was_broken_off(places: Places) -> None:
     def refusing(plan: Any) -> Any:

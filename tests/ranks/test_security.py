@@ -46,7 +46,7 @@ from tests.support.checkpoints.jobs import (
     save_two,
     save_two_with_torch,
 )
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, in_process, raised_by
 from tests.support.storage.file_systems import NOBODY, become_nobody, needs_root
 from tests.support.storage.servers import StorageRoot
 
@@ -645,12 +645,9 @@ def test_where_no_directory_can_keep_the_secret_the_error_says_so(tmp_path: Path
         assert "others may write to it (mode 0777)" in text
 
 
-def _is_overheard(how: str) -> tuple[str, int, bool]:
-    """Have a rank dial a stranger, whose address is in the store in place of a rank's.
-
-    Returns:
-        What the rank raises, the bytes that the stranger gets, and whether it passes for that rank.
-    """
+@pytest.mark.parametrize("how", ["answers", "passes on"])
+@in_process
+def test_a_stranger_in_a_ranks_place_gets_nothing_but_a_greeting(how: str) -> None:
     store = dist.HashStore()
     first, second = (
         Peers("two", rank, TimedStore(store, 10.0), lambda: False) for rank in range(2)
@@ -694,12 +691,7 @@ def _is_overheard(how: str) -> tuple[str, int, bool]:
             thread.join()
     for peers in (first, second):
         peers.close()
-    return str(error), len(got), any(passed)
-
-
-@pytest.mark.parametrize("how", ["answers", "passes on"])
-def test_a_stranger_in_a_ranks_place_gets_nothing_but_a_greeting(how: str) -> None:
-    text, nbytes, is_rank = forked(_is_overheard, how)
+    text, nbytes, is_rank = str(error), len(got), any(passed)
     assert "rank 0" in text
     assert ("somebody else answers" if how == "answers" else "another secret") in text
     assert nbytes < 100

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 from dcp_mem import MemoryStorageWriter
 from tests.support.checkpoints.plans import SAVES, TorchPlanner
@@ -38,35 +36,6 @@ def _save(
 def _in_turn(step: int) -> dcp.DefaultSavePlanner | None:
     """The planner of a save: dcp_mem plans in turn with torch."""
     return TorchPlanner() if step % 2 else None
-
-
-def _saves_sharded_tensors(places: Places) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-
-    def sharded(value: float) -> Any:
-        spec = ChunkShardingSpec(dim=0, placements=[f"rank:{each}/cpu" for each in range(world)])
-        tensor = sharded_tensor.full(spec, (10, 3), value)
-        for shard in tensor.local_shards():
-            shard.tensor += rank
-        return tensor
-
-    state = {"table": sharded(5.0), "plain": torch.arange(4.0)}
-    with places.writer() as writer:
-        for step in range(2):
-            _save(places, writer, state, f"step-{step}", planner=_in_turn(step))
-            comes_back(
-                places,
-                f"step-{step}",
-                state,
-                blank=lambda: {"table": sharded(0.0), "plain": torch.zeros(4)},
-            )
-            dist.barrier()
-
-
-def test_sharded_tensors_survive(places: Places) -> None:
-    forked_ranks(_saves_sharded_tensors, 2, places)
-    rows = torch.arange(10).reshape(10, 1).ge(5).float().expand(10, 3) + 5
-    comes_back(places, "step-1", {"table": rows, "plain": torch.arange(4.0)})
 
 
 # -- over and over ---------------------------------------------------------------------------------

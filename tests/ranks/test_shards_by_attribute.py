@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageWriter
 from tests.support.checkpoints.jobs import Job
-from tests.support.processes.forks import forked, forked_ranks, on_ranks, raised_by
+from tests.support.processes.forks import forked, on_ranks, raised_by
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -188,22 +188,19 @@ def test_what_one_rank_says_wrongly_of_a_shard_is_refused_on_all(memory_job: Job
     assert all("None" not in error for error in errors)
 
 
-def _sends_shards(job: Job) -> str:
+@needs_checkpointable
+@on_ranks(2, timeout=100)
+def test_shards_that_would_be_none_in_another_process_are_refused_on_all_ranks(
+    memory_job: Job,
+) -> None:
     state = _state(dist.get_rank(), 1)
-    with job.writer() as writer:
-        return _error(
+    with memory_job.writer() as writer:
+        error = _error(
             dcp.async_save,
             state,
             {"checkpoint_id": "step-1", "storage_writer": writer, **_IN_PROCESS},
         )
-
-
-@needs_checkpointable
-def test_shards_that_would_be_none_in_another_process_are_refused_on_all_ranks(
-    memory_job: Job,
-) -> None:
-    for error in forked_ranks(_sends_shards, 2, memory_job, timeout=100):
-        assert "is a CheckpointableTensor, which torch sends to another process" in error
+    assert "is a CheckpointableTensor, which torch sends to another process" in error
 
 
 # -- methods of one tensor -------------------------------------------------------------------------

@@ -54,7 +54,7 @@ from tests.support.checkpoints.jobs import (
     wait_for_spare_slots,
     wait_until,
 )
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, forked_ranks, in_process, on_ranks
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -327,25 +327,20 @@ def test_a_warm_save_copies_once_in_the_callers_thread(memory_job: Job) -> None:
     forked_ranks(_copy_once, 2, memory_job)
 
 
-def _copy_odd_once(job: Job) -> set[str]:
-    """The kinds of states that are copied elsewhere though the ranks have saved them before."""
+@in_process
+def test_a_first_save_makes_a_plan_by_which_the_next_one_copies_once(memory_job: Job) -> None:
+    """The first state is planned by a copy of it, which has to be of the same kinds."""
     torch.serialization.add_safe_globals([_Subclass])
     elsewhere = set()
-    with job.writer(agent="thread", keep_memory=2, persist=False) as writer:
+    with memory_job.writer(agent="thread", keep_memory=2, persist=False) as writer:
         for kind, state in _odd_states(1).items():
             for step in range(2):
                 with _counted_copies() as seen:
                     _async_save(writer, state, f"{kind}-{step}").result(_SECONDS)
             if ("torch", 0) in seen:
                 elsewhere.add(kind)
-            _assert_odd(state, _load(job, f"{kind}-1", _blank_odd(state)), kind)
-    return elsewhere
-
-
-def test_a_first_save_makes_a_plan_by_which_the_next_one_copies_once(memory_job: Job) -> None:
-    """The first state is planned by a copy of it, which has to be of the same kinds."""
-    # Only torch can plan a tensor of a subclass.
-    assert forked(_copy_odd_once, memory_job) == {"subclass"}
+            _assert_odd(state, _load(memory_job, f"{kind}-1", _blank_odd(state)), kind)
+    assert elsewhere == {"subclass"}
 
 
 class _OwnPlanner(dcp.DefaultSavePlanner):
@@ -368,32 +363,31 @@ class _OwnStager:
         pass
 
 
-def _save_with(job: Job, options: dict[str, Any]) -> None:
+@needs_stager
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("options", [{"planner": _OwnPlanner()}, {"async_stager": _OwnStager()}])
+@on_ranks("ranks")
+def test_whatever_dcp_is_told_to_save_with(
+    memory_job: Job, options: dict[str, Any], ranks: int
+) -> None:
     rank = dist.get_rank()
-    with job.writer(agent="thread", keep_memory=8) as writer:
+    with memory_job.writer(agent="thread", keep_memory=8) as writer:
         for step in range(3):
             state = {"w": torch.full((50,), float(step)), f"own{rank}": torch.tensor([rank, step])}
             expected = _clone(state)
             future = _async_save(writer, state, f"step-{step}", **options)
             _overwrite(state)
             future.result(_SECONDS)
-            _assert_loads(job, f"step-{step}", expected)
+            _assert_loads(memory_job, f"step-{step}", expected)
             dist.barrier()
-
-
-@needs_stager
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("options", [{"planner": _OwnPlanner()}, {"async_stager": _OwnStager()}])
-def test_whatever_dcp_is_told_to_save_with(
-    memory_job: Job, options: dict[str, Any], ranks: int
-) -> None:
-    forked_ranks(_save_with, ranks, memory_job, options)
 
 
 # -- copies in private memory ----------------------------------------------------------------------
 
 
-def _copy_privately() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_private_copy_shares_nothing_with_the_state(ranks: int) -> None:
     odd, inner = {1, 2}, torch.ones(2)
     state = make_state(3) | {"list": [inner], "tuple": (inner, 1), "odd": odd}
     copied = ahead.copied(state)
@@ -405,11 +399,6 @@ def _copy_privately() -> None:
     assert copied.pop("tuple")[0].tolist() == [1, 1]
     assert copied.pop("odd") == {1, 2}
     assert number_of(copied) == 3
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_private_copy_shares_nothing_with_the_state(ranks: int) -> None:
-    forked_ranks(_copy_privately, ranks)
 
 
 # -- structures that change ------------------------------------------------------------------------
@@ -445,9 +434,14 @@ def test_structures_that_change_on_all_ranks_are_saved(memory_job: Job, ranks: i
     forked_ranks(_change_structures, ranks, memory_job, kinds)
 
 
-def _change_on_one_rank(job: Job, changing: int) -> list[str]:
+@needs_stager
+@pytest.mark.parametrize("changing", [0, 1])
+@on_ranks(2, timeout=90)
+def test_a_structure_that_changes_on_one_rank_is_refused_once_on_all(
+    memory_job: Job, changing: int
+) -> None:
     rank, errors = dist.get_rank(), []
-    with job.writer(agent="thread", keep_memory=3) as writer:
+    with memory_job.writer(agent="thread", keep_memory=3) as writer:
         for step in range(2):
             _async_save(writer, make_state(step), f"step-{step}").result(_SECONDS)
         for step in (2, 3, 4):
@@ -461,32 +455,26 @@ def _change_on_one_rank(job: Job, changing: int) -> list[str]:
                 outcome = str(error)
             if outcome:
                 errors.append(outcome)
-                assert number_of(_load(job, None)) == step - 1
+                assert number_of(_load(memory_job, None)) == step - 1
                 dist.barrier()
                 _async_save(writer, state, f"step-{step}").result(_SECONDS)
-            assert number_of(_load(job, f"step-{step}")) == step
+            assert number_of(_load(memory_job, f"step-{step}")) == step
             dist.barrier()
-    return errors
-
-
-@needs_stager
-@pytest.mark.parametrize("changing", [0, 1])
-def test_a_structure_that_changes_on_one_rank_is_refused_once_on_all(
-    memory_job: Job, changing: int
-) -> None:
-    for errors in forked_ranks(_change_on_one_rank, 2, memory_job, changing, timeout=90):
-        assert errors
-        for error in errors:
-            assert "The next save plans anew" in error
+    assert errors
+    assert all("The next save plans anew" in one for one in errors)
 
 
 # -- room ------------------------------------------------------------------------------------------
 
 
-def _save_without_room(job: Job, on_full: str) -> list[str]:
+@pytest.mark.parametrize("on_full", ["wait", "skip", "raise"])
+@in_process
+def test_where_no_second_slot_is_allowed_the_state_is_copied_aside(
+    memory_job: Job, on_full: str
+) -> None:
     state = {"w": torch.zeros(1 << 17)}
     outcomes = []
-    with job.writer(
+    with memory_job.writer(
         agent="thread", keep_memory=1, memory_limit=3 << 20, on_full=on_full, persist=False
     ) as writer:
         for step in range(3):
@@ -499,17 +487,9 @@ def _save_without_room(job: Job, on_full: str) -> list[str]:
                 outcomes.append("saved" if f"step-{step}" in there else "skipped")
             except FAILURES as error:
                 outcomes.append("raised" if "MemoryBudgetExceeded" in str(error) else str(error))
-            assert _slots(job) <= 1
-        found = _load(job, None, {"w": torch.zeros(1 << 17)})
+            assert _slots(memory_job) <= 1
+        found = _load(memory_job, None, {"w": torch.zeros(1 << 17)})
         assert found["w"].eq(0).all()
-    return outcomes
-
-
-@pytest.mark.parametrize("on_full", ["wait", "skip", "raise"])
-def test_where_no_second_slot_is_allowed_the_state_is_copied_aside(
-    memory_job: Job, on_full: str
-) -> None:
-    outcomes = forked(_save_without_room, memory_job, on_full)
     assert outcomes == ["saved"] + ["skipped" if on_full == "skip" else "raised"] * 2
 
 
@@ -521,12 +501,23 @@ def _mappings(job: Job) -> int:
     return Path("/proc/self/maps").read_text().count(str(job.directory))
 
 
-def _drop_and_save(job: Job) -> None:
+def _held(job: Job) -> tuple[int, int, int]:
+    """How many slots, descriptors and mappings there are."""
+    return _slots(job), _descriptors(), _mappings(job)
+
+
+def _is_as_before(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:
+    return all(after <= earlier + 1 for earlier, after in zip(before, now, strict=True))
+
+
+@needs_stager
+@in_process
+def test_slots_descriptors_and_mappings_stay_as_they_are(memory_job: Job) -> None:
     # torch 2.6 has no such module.
     threads = importlib.import_module("torch.distributed.checkpoint._async_thread_executor")
     state = {"w": torch.ones(1 << 16), "n": 1}
     counts = []
-    with job.writer(agent="thread", keep_memory=2) as writer:
+    with memory_job.writer(agent="thread", keep_memory=2) as writer:
         for step in range(24):
             if step % 3 == 1:
                 # As dcp.async_save does, whose save never comes.
@@ -548,24 +539,12 @@ def _drop_and_save(job: Job) -> None:
             else:
                 _async_save(writer, state, f"step-{step}").result(_SECONDS)
             open_session(writer.settings).prefaulting.stop()  # type: ignore[union-attr]
-            counts.append(_held(job))
+            counts.append(_held(memory_job))
         # Threads that make checksums hold a segment for a while.
-        wait_until(lambda: _is_as_before(counts[9], _held(job)), "threads to let go of segments")
+        wait_until(
+            lambda: _is_as_before(counts[9], _held(memory_job)), "threads to let go of segments"
+        )
     assert max(slots for slots, _, _ in counts) <= 4, counts
-
-
-def _held(job: Job) -> tuple[int, int, int]:
-    """How many slots, descriptors and mappings there are."""
-    return _slots(job), _descriptors(), _mappings(job)
-
-
-def _is_as_before(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:
-    return all(after <= earlier + 1 for earlier, after in zip(before, now, strict=True))
-
-
-@needs_stager
-def test_slots_descriptors_and_mappings_stay_as_they_are(memory_job: Job) -> None:
-    forked(_drop_and_save, memory_job)
 
 
 # -- what was said of a save -----------------------------------------------------------------------
@@ -966,8 +945,10 @@ def test_who_changes_a_parameter_before_the_step_is_found_and_the_checkpoint_dis
         _assert_loads(memory_job, "step-3", expected)
 
 
-def _load_into_what_is_copied(job: Job, load: Callable[..., Any]) -> None:
-    with job.writer(agent="thread", keep_memory=3) as writer:
+@pytest.mark.parametrize("load", [dcp.load, dcp_mem.load])
+@in_process
+def test_a_load_into_what_is_being_copied_waits(memory_job: Job, load: Any) -> None:
+    with memory_job.writer(agent="thread", keep_memory=3) as writer:
         model, optimizer = _trained(0)
         _overlapped(writer, _all_of(model, optimizer, step=0), "step-0", optimizer).result(_SECONDS)
         first = _clone(_all_of(model, optimizer, step=0))
@@ -978,7 +959,7 @@ def _load_into_what_is_copied(job: Job, load: Callable[..., Any]) -> None:
             future = _overlapped(writer, state, "step-1", optimizer)
 
             def read() -> None:
-                with job.reader() as reader:
+                with memory_job.reader() as reader:
                     load(state, checkpoint_id="step-0", storage_reader=reader)
 
             loading = threading.Thread(target=read, daemon=True)
@@ -990,12 +971,7 @@ def _load_into_what_is_copied(job: Job, load: Callable[..., Any]) -> None:
             assert not loading.is_alive()
         future.result(_SECONDS)
         _assert_odd(first, state, "loaded")
-        _assert_loads(job, "step-1", expected)
-
-
-@pytest.mark.parametrize("load", [dcp.load, dcp_mem.load])
-def test_a_load_into_what_is_being_copied_waits(memory_job: Job, load: Any) -> None:
-    forked(_load_into_what_is_copied, memory_job, load)
+        _assert_loads(memory_job, "step-1", expected)
 
 
 # -- any of it, in any order -----------------------------------------------------------------------
@@ -1160,8 +1136,12 @@ def test_a_close_does_not_wait_for_a_save_that_could_not_begin_in_the_background
     assert "the store is gone" in str(kept.value)
 
 
-def _break_the_rule_on_one_rank(job: Job, breaking: int) -> None:
-    with job.writer(agent="thread", keep_memory=3) as writer:
+@pytest.mark.parametrize("breaking", [0, 1])
+@on_ranks(2, timeout=120)
+def test_who_breaks_the_rule_on_one_rank_has_the_checkpoint_discarded_on_all(
+    memory_job: Job, breaking: int
+) -> None:
+    with memory_job.writer(agent="thread", keep_memory=3) as writer:
         model, optimizer = _trained(0)
         weight = model.get_parameter("0.weight")
         for step in range(4):
@@ -1180,13 +1160,6 @@ def _break_the_rule_on_one_rank(job: Job, breaking: int) -> None:
                     assert "step-2" not in [one.name for one in writer.status()]
                 else:
                     future.result(_SECONDS)
-                    _assert_loads(job, f"step-{step}", expected)
+                    _assert_loads(memory_job, f"step-{step}", expected)
             dist.barrier()
             _step(model, optimizer)
-
-
-@pytest.mark.parametrize("breaking", [0, 1])
-def test_who_breaks_the_rule_on_one_rank_has_the_checkpoint_discarded_on_all(
-    memory_job: Job, breaking: int
-) -> None:
-    forked_ranks(_break_the_rule_on_one_rank, 2, memory_job, breaking, timeout=120)

@@ -25,7 +25,7 @@ from dcp_mem.options import settings
 from dcp_mem.replicating.worker import Worker
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import Job, Loaded, agents, load_anew, save, wait_until
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, in_process, raised_by
 from tests.support.seeds import SEED
 
 pytestmark = pytest.mark.timeout(120)
@@ -80,7 +80,9 @@ def test_checksums_rest_while_saves_follow_each_other_unless_values_are_looked_a
     assert all(_has_checksums(job, name) for name in _NAMES)
 
 
-def _save_after_a_rest(job: Job) -> None:
+@in_process
+def test_after_a_rest_the_checksums_that_are_left_are_made(memory_root: Path) -> None:
+    job = Job(None, str(memory_root))
     with (
         patch.object(checksumming, "_REST", 50),
         job.writer(persist=False, keep_memory=3) as writer,
@@ -89,10 +91,6 @@ def _save_after_a_rest(job: Job) -> None:
             save(writer, number)
         for name in ("step-2", "step-1"):  # the newest first, and the others after a rest each
             wait_until(lambda name=name: _has_checksums(job, name), "checksums")  # type: ignore[misc]
-
-
-def test_after_a_rest_the_checksums_that_are_left_are_made(memory_root: Path) -> None:
-    forked(_save_after_a_rest, Job(None, str(memory_root)))
 
 
 def _flip_payload(segment: Path) -> None:

@@ -32,7 +32,7 @@ from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, Loaded, load_anew, make_state, save, wait_until
 from tests.support.private import private_directory
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, in_process, raised_by
 from tests.support.storage.conformance import upload
 from tests.support.storage.file_systems import needs_root
 from tests.support.storage.ways import QUICK
@@ -455,18 +455,15 @@ def test_training_does_not_begin_anew_over_checkpoints_that_cannot_be_read(
     assert [why.partition(":")[0] for why in error.reasons] == ["step-2", "step-1"]
 
 
-def _load_without_proc(job: Job) -> Exception | None:
+@needs_root
+@in_process
+def test_without_proc_storage_is_not_taken_for_empty(job: Job, root: Path) -> None:
     libc = ctypes.CDLL(None)
     private, lazily = 1 << 18 | 1 << 14, 2  # MS_PRIVATE | MS_REC, MNT_DETACH
     assert libc.unshare(0x20000) == 0  # CLONE_NEWNS
     assert libc.mount(None, b"/", None, private, None) == 0
     assert libc.umount2(b"/proc", lazily) == 0
-    return raised_by(lambda: load_anew(job))
-
-
-@needs_root
-def test_without_proc_storage_is_not_taken_for_empty(job: Job, root: Path) -> None:
-    error = forked(_load_without_proc, job)
+    error = raised_by(lambda: load_anew(job))
     assert not isinstance(error, CheckpointNotFound)
     assert "/proc isn't mounted" in str(error)
 

@@ -21,7 +21,6 @@ from dcp_mem import (
     MemoryBudgetExceeded,
     MemoryStorageWriter,
     State,
-    Transfer,
 )
 from dcp_mem.flushing.loop import FlushLoop
 from dcp_mem.flushing.registration import Registration
@@ -31,7 +30,7 @@ from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.storage.posix_upload import PosixUpload
 from tests.support.checkpoints.jobs import Job, save, wait_until
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, forked_ranks, in_process
 from tests.support.storage.gated import install as install_gate
 from tests.support.storage.servers import StorageRoot
 
@@ -289,7 +288,8 @@ def test_the_limit_may_come_from_the_environment(job: Job, monkeypatch: pytest.M
     assert forked(_seconds_of_a_flush, job, 48) > 0.9
 
 
-def _flush_what_storage_has_already(job: Job) -> Transfer:
+@in_process
+def test_what_storage_has_already_doesnt_count(job: Job) -> None:
     put_part = PosixUpload.put_part
 
     def put_what_is_there(upload: PosixUpload, number: int, data: memoryview, crc32c: int) -> bool:
@@ -301,11 +301,7 @@ def _flush_what_storage_has_already(job: Job) -> Transfer:
         with job.writer(agent="thread", upload_limit="1MiB") as writer:
             _save_mib(writer, 48, "step-1")
             writer.wait(timeout=40)  # each part that was sent would take 16 seconds
-            return writer.status()[0].transfer
-
-
-def test_what_storage_has_already_doesnt_count(job: Job) -> None:
-    found = forked(_flush_what_storage_has_already, job)
+            found = writer.status()[0].transfer
     assert found.stored_nbytes == found.nbytes > 48 * _MIB
     assert (found.parts, found.sent_parts, found.sent_nbytes, found.throughput) == (4, 0, 0, 0.0)
 

@@ -41,7 +41,7 @@ from dcp_mem.storage.routes import open_storage
 from dcp_mem.storage.s3 import Multipart
 from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.roundtrip import assert_same, blank_of, through_fsspec
-from tests.support.processes.forks import forked, forking
+from tests.support.processes.forks import forked, forking, in_process
 from tests.support.storage import ways
 from tests.support.storage.proxy import Exchange, azure_error, s3_error
 from tests.support.storage.servers import S3Server
@@ -318,21 +318,18 @@ def test_histories_say_what_was_sent_and_what_was_reused(
     assert " reused" in page.read_text()
 
 
-def _save_after_a_day(job: Job, versions: tuple[int, ...]) -> list[CheckpointStatus]:
-    """Save twice; the segment rots in between, and a day passes."""
+@in_process
+def test_what_was_put_long_ago_is_read_before_it_is_copied(directory_job: Job) -> None:
+    versions = (0,) * _ITEMS
     with pytest.MonkeyPatch.context() as patch:
         ways.flush_quickly(patch)
-        with job.writer(agent="thread") as writer:
+        with directory_job.writer(agent="thread") as writer:
             for number in (1, 2):
                 dcp.save(_state(versions), checkpoint_id=f"step-{number}", storage_writer=writer)
                 writer.wait(f"step-{number}", timeout=60)
-                _corrupt(_segment(job, f"step-{number}"), silently=True)
+                _corrupt(_segment(directory_job, f"step-{number}"), silently=True)
                 patch.setattr(dcp_mem.flushing.reuse, "_TRUST_SECONDS", 0.0)
-            return writer.status()
-
-
-def test_what_was_put_long_ago_is_read_before_it_is_copied(directory_job: Job) -> None:
-    status = forked(_save_after_a_day, directory_job, (0,) * _ITEMS)
+            status = writer.status()
     assert [one.transfer.reused_nbytes for one in status] == [0, 0]
 
 

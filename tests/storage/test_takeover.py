@@ -36,7 +36,7 @@ from dcp_mem.memory.locks import JobLock, RunIdentity
 from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.jobs import Job, load, load_as_torch, save
 from tests.support.checkpoints.roundtrip import through_fsspec
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, forked_ranks, in_process
 from tests.support.storage.servers import StorageRoot
 
 _ROUNDS = 6
@@ -294,11 +294,12 @@ def _hears(
     return ""
 
 
-def _count_wakes(job: Job, pending: bool) -> list[frozenset[str] | None]:
-    """Save three times in a new run after an older checkpoint; return what the agent was told.
-
-    The older checkpoint is pending, or isn't meant for storage.
-    """
+@pytest.mark.parametrize("pending", [True, False])
+@in_process
+def test_a_run_tells_the_agent_once_where_it_runs_and_only_where_something_is_pending(
+    memory_root: Path, tmp_path: Path, pending: bool
+) -> None:
+    job = Job(str(tmp_path / "run"), str(memory_root))
     heard: list[frozenset[str] | None] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
@@ -316,14 +317,6 @@ def _count_wakes(job: Job, pending: bool) -> list[frozenset[str] | None]:
         for number in (2, 3, 4):
             save(writer, number)
         writer.close(flush=False)
-    return heard
-
-
-@pytest.mark.parametrize("pending", [True, False])
-def test_a_run_tells_the_agent_once_where_it_runs_and_only_where_something_is_pending(
-    memory_root: Path, tmp_path: Path, pending: bool
-) -> None:
-    heard = forked(_count_wakes, Job(str(tmp_path / "run"), str(memory_root)), pending)
     assert heard == [frozenset({JobMemory(str(memory_root), "job").node})] * pending
 
 

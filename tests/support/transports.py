@@ -23,7 +23,6 @@ from dcp_mem.comm.timed_store import MeetingPlace, TimedStore
 from dcp_mem.comm.transports import Pair, transport
 from tests.support.processes.forks import forked
 
-Act = Callable[[Channel], Any]
 SIZES = (0, 1, 100, 64 << 10, (64 << 10) + 1, (1 << 20) + 3, 16 << 20, (64 << 20) + 1)
 _LARGE = 4 << 20
 _LONG, _SHORT = 60.0, 4.0

@@ -3,13 +3,9 @@
 import collections
 import dataclasses
 import io
-import mmap
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path as FilePath
 from random import Random
 from typing import Any
@@ -55,7 +51,7 @@ from dcp_mem.format.layout import Layout, layout_of
 from dcp_mem.format.metadata import read_metadata, with_storage
 from dcp_mem.format.metadata_template import template_of
 from dcp_mem.format.names import segment_file
-from dcp_mem.format.shared_runs import RunPool, Runs, read_runs
+from dcp_mem.format.shared_runs import Runs
 from dcp_mem.format.torch_names import properties
 from tests.support.checkpoints.roundtrip import properties_of
 from tests.support.variants import examples
@@ -245,32 +241,6 @@ def test_a_catalog_survives_being_written_down(seed: int) -> None:
     _assert_same(found, catalog)
     assert found.to_bytes() == data
     assert catalog_key(found.to_bytes()) == catalog_key(data)
-
-
-def test_a_catalog_is_read_from_a_mapping_that_can_be_closed_then(tmp_path: FilePath) -> None:
-    catalog, _ = _random_catalog(Random(5))
-    file = tmp_path / "catalog"
-    file.write_bytes(catalog.to_bytes())
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        found = Catalog.from_bytes(mapped)
-        also_found = Catalog.from_bytes(memoryview(mapped))
-    _assert_same(found, catalog)
-    _assert_same(also_found, catalog)
-
-
-def test_columns_lie_aligned_and_in_the_smallest_type() -> None:
-    columns = {
-        "small": np.array([0, 255]),
-        "signed": np.array([-1, 127]),
-        "large": np.array([1 << 40]),
-    }
-    data = column_file.pack(column_file.Packed({}, columns, {"blob": b"xyz"}), 1)
-    assert len(data) % 64 == 0
-    assert data.index(b"\x00\xff") % 64 == 0
-    assert data.index(b"xyz") % 64 == 0
-    assert b'"small":["<u1"' in data
-    assert b'"signed":["<i1"' in data
-    assert b'"large":["<i8"' in data
 
 
 @settings(max_examples=examples(300))
@@ -493,53 +463,12 @@ def _types_of(metadata: Metadata) -> set[type]:
     }
 
 
-def test_metadata_is_written_without_torch(tmp_path: FilePath) -> None:
-    catalog, metadata = tmp_path / "catalog", tmp_path / "metadata"
-    catalog.write_bytes(_small().to_bytes())
-    code = f"""
-import sys
-from pathlib import Path
-from dcp_mem.format.catalog import Catalog
-from dcp_mem.format.metadata_template import template_of
-catalog = Catalog.from_bytes(Path(sys.argv[1]).read_bytes())
-Path(sys.argv[2]).write_bytes(template_of(catalog).render("{SAVE_ID}", {{0: [(1, 2)]}}))
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code, catalog, metadata], check=True)
-    found = pickle.loads(metadata.read_bytes())
-    assert found == metadata_of(_small(), SAVE_ID, {0: [(1, 2)]})
-
-
 def test_entries_may_be_named_like_what_torch_and_the_pickle_name() -> None:
     for names in (("size", "offset", "fqn"), ("N", "Metadata", "torch"), ("torch.Size", "", "c")):
         catalog = dataclasses.replace(_small(), names=names, paths=[(name,) for name in names])
         found = pickle.loads(template_of(catalog).render(SAVE_ID, {0: [(1, 2)]}))
         assert tuple(found.state_dict_metadata) == names
         assert found == metadata_of(catalog, SAVE_ID, {0: [(1, 2)]})
-
-
-@given(SEEDS)
-def test_a_template_is_rendered_again_for_another_save(seed: int) -> None:
-    catalog, tails = _random_catalog(Random(seed))
-    made = template_of(catalog)
-    before = bytes(made.data)
-    made.render("ffffffff", {rank: [(1, 2)] * len(tail) for rank, tail in tails.items()})
-    assert made.data == before
-    found = pickle.loads(made.render(SAVE_ID, tails))
-    assert found == metadata_of(catalog, SAVE_ID, tails)
-    assert all(
-        info.relative_path.endswith(f"-{SAVE_ID}.distcp") for info in found.storage_data.values()
-    )
-
-
-def test_where_items_of_the_tail_lie_is_filled_in_whatever_the_numbers() -> None:
-    catalog = _small()
-    key = MetadataIndex("c")
-    for extent in ((0, 0), (255, 256), (1 << 31, 1 << 32), (2**63 - 1, 2**63 - 1)):
-        found = pickle.loads(template_of(catalog).render(SAVE_ID, {0: [extent]}))
-        assert (found.storage_data[key].offset, found.storage_data[key].length) == extent
-        assert found.storage_data[MetadataIndex("b", [0, 0])].offset == 64
-        assert found == metadata_of(catalog, SAVE_ID, {0: [extent]})
 
 
 @pytest.mark.parametrize("tails", [{}, {0: []}, {1: [(1, 2)]}], ids=repr)
@@ -841,56 +770,3 @@ def test_a_dtype_that_this_torch_lacks_is_named() -> None:
     data[8:12] = checksum(memoryview(data)[12:]).to_bytes(4, "little")
     with pytest.raises(ManifestInvalid, match=r"torch\.float77.*use a newer one"):
         metadata_of(Catalog.from_bytes(bytes(data)), SAVE_ID, {0: [(1, 2)]})
-
-
-# -- runs of integers ------------------------------------------------------------------------------
-
-INTEGERS = st.integers(-(1 << 61), 1 << 61)
-PROGRESSIONS = st.builds(
-    lambda first, step, length: [first + step * index for index in range(length)],
-    st.integers(-(1 << 40), 1 << 40),
-    st.integers(-(1 << 40), 1 << 40),
-    st.integers(0, 50),
-)
-
-
-@given(st.lists(PROGRESSIONS | st.lists(INTEGERS, max_size=9), max_size=9))
-def test_runs_come_back_and_equal_ones_are_one(
-    written: Sequence[Sequence[int]],
-) -> None:
-    pool = RunPool()
-    ends = np.cumsum([0, *map(len, written)])
-    numbers = pool.add_rows(np.array([*chain.from_iterable(written)], np.int64), ends)
-    assert len(set(numbers.tolist())) == len(set(map(tuple, written)))
-    runs = pool.runs()
-    assert [runs.run(number).tolist() for number in numbers.tolist()] == list(map(list, written))
-    for number, run in zip(numbers.tolist(), written, strict=True):
-        assert runs.at(np.full(len(run), number), np.arange(len(run))).tolist() == run
-
-
-def test_a_progression_takes_no_room_whatever_its_length() -> None:
-    pool = RunPool()
-    one, other = pool.add(np.stack([np.arange(0, 3000, 3), np.full(1000, 7)])).tolist()
-    assert pool.add(np.arange(1000)[None] * 3).tolist() == [one]
-    assert other not in pool.add(np.full((1, 999), 7)).tolist()
-    assert not len(pool.runs().values)
-    pool.add(np.array([[1, 2, 4]]))
-    assert pool.runs().values.tolist() == [1, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("run", "values"),
-    [
-        ([-1, 0, -3], [1, 2, 4]),
-        ([2, 0, -3], [1, 2, 4]),
-        ([0, 0, -4], [1, 2, 4]),
-        ([0, 0, -(1 << 63)], [1, 2, 4]),
-        ([0, 0], []),
-        ([0, 0, -3], [[1, 2, 4]]),
-    ],
-    ids=str,
-)
-def test_runs_that_reach_out_of_what_is_listed_are_refused(run: object, values: object) -> None:
-    runs, listed = np.array(run, np.int64)[:, None], np.array(values, np.int64)
-    with pytest.raises(ValueError, match="runs"):
-        read_runs({"runs": runs, "runs_values": listed}, "runs")

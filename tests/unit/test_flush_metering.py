@@ -53,13 +53,6 @@ def test_what_an_attempt_takes_on_besides_is_added() -> None:
     assert (meter.transfer().nbytes, meter.transfer().stored_nbytes) == (45, 40)
 
 
-def test_what_an_earlier_attempt_stored_is_no_throughput() -> None:
-    meter = Meter()
-    meter.find_stored(100)
-    assert meter.transfer() == Transfer(nbytes=100, stored_nbytes=100)
-    assert meter.transfer().throughput == 0.0
-
-
 def test_a_meter_tells_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, Transfer]] = []
     meter = Meter(report=lambda stage, transfer: heard.append((stage, transfer)))
@@ -79,20 +72,6 @@ def _seconds_of(act: Callable[[], object]) -> float:
     started = time.monotonic()
     act()
     return time.monotonic() - started
-
-
-def test_a_throttle_lets_through_what_it_may_and_not_more() -> None:
-    throttle, never = Throttle(1000.0), threading.Event()
-    threads = [threading.Thread(target=throttle.wait, args=(100, never)) for _ in range(5)]
-
-    def pass_all() -> None:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    assert _seconds_of(pass_all) >= 0.4  # the first one doesn't wait
-    assert _seconds_of(lambda: Throttle(None).wait(1 << 60, never)) < 10
 
 
 def test_a_failed_flush_waits_for_no_turn_and_takes_none() -> None:

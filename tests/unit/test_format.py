@@ -43,7 +43,7 @@ from xxhash import xxh3_128
 import dcp_mem.format.checksums
 from dcp_mem import DcpMemError, ManifestInvalid, SizeRefused, UntrustedMetadata
 from dcp_mem.common.values import Segment, Transfer
-from dcp_mem.format import frames, names
+from dcp_mem.format import names
 from dcp_mem.format.checksums import (
     BlockChecksums,
     block_count,
@@ -101,24 +101,6 @@ def test_a_frame_around_a_payload_is_what_torch_loads(dtype: torch.dtype) -> Non
             assert loaded.is_contiguous()
             assert not loaded.requires_grad
             assert bits(loaded) == bits(tensor)
-
-
-def test_frame_of_a_tensor_larger_than_memory() -> None:
-    made = frame(torch.float32, (1 << 10, 100 << 20))
-    assert made.payload_nbytes == 400 << 30
-    assert made.nbytes < (400 << 30) + 4096
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_frame_is_the_same_whether_memory_was_reserved_or_not(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frame.cache_clear()
-    reserved = frame(dtype, (3, 100))
-    frame.cache_clear()
-    monkeypatch.setattr(frames, "_LARGE", 0)
-    assert frame(dtype, (3, 100)) == reserved
-    frame.cache_clear()
 
 
 def test_a_frame_does_not_depend_on_values() -> None:
@@ -200,21 +182,6 @@ def test_shapes_that_lie_at_the_same_offsets_have_frames_of_their_own() -> None:
     # The columns are equal, because they hold no shapes.
     assert lay_out(wide).key == lay_out(tall).key
     assert frames_key(wide) != frames_key(tall)
-
-
-@given(st.lists(SPECS, min_size=1, max_size=8), st.data())
-def test_a_description_hides_payloads_that_are_not_as_planned(
-    specs: list[Spec], data: st.DataObject
-) -> None:
-    plain = data.draw(st.lists(st.booleans(), min_size=len(specs), max_size=len(specs)))
-    layout = lay_out(specs)
-    described = layout.with_payloads_where(plain)
-    assert np.array_equal(described.offsets, layout.offsets)
-    for shown, offset, described_offset in zip(
-        plain, layout.payload_offsets, described.payload_offsets, strict=True
-    ):
-        assert described_offset == (offset if shown else -1)
-    assert (described.key == layout.key) == all(plain)
 
 
 # -- checksums -------------------------------------------------------------------------------------
@@ -444,13 +411,6 @@ def test_manifests_of_one_kind_are_not_taken_for_another() -> None:
         Manifest.from_json(FlushRecord(save_id="aa").to_json())
 
 
-def test_a_manifest_knows_its_nodes_and_their_segments() -> None:
-    manifest = _manifest()
-    assert manifest.nodes == ("node0", "node1")
-    assert [segment.rank for segment in manifest.of_node("node1")] == [2, 3]
-    assert manifest.nbytes == 10 + 11 + 12 + 13
-
-
 # -- names -----------------------------------------------------------------------------------------
 
 
@@ -466,15 +426,6 @@ def test_segments_are_recognised_by_name_and_nothing_else_is() -> None:
         "x__0_0-01234567.distcp",
     ):
         assert names.SEGMENT.fullmatch(other) is None, other
-
-
-def test_stock_readers_find_metadata_under_its_name() -> None:
-    assert names.metadata_file(names.COLLECTIVE) == ".metadata"
-    assert names.metadata_file(names.rank_scope(3)) == "__3.metadata"
-
-
-def test_save_ids_differ() -> None:
-    assert len({names.new_save_id() for _ in range(1000)}) == 1000
 
 
 # -- metadata --------------------------------------------------------------------------------------

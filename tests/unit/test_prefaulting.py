@@ -88,16 +88,6 @@ def test_slot_that_cant_grow_keeps_what_it_had(tmp_path: Path) -> None:
         assert os.listdir(directory) == []
 
 
-def test_new_slot_that_doesnt_fit_takes_no_room(tmp_path: Path) -> None:
-    with mounted_tmpfs(tmp_path / "small", "16m") as directory:
-        pool = SlotPool(str(directory))
-        with pytest.raises(MemoryBudgetExceeded, match="full"):
-            pool.claim(32 * _MIB, "")
-        assert sum(one.present for one in pool.free()) == 0
-        assert pool.claim(12 * _MIB, "").capacity == 12 * _MIB
-        pool.close()
-
-
 def test_prefaulting_stops_when_it_is_no_longer_wanted_and_loses_nothing(memory_root: Path) -> None:
     pool, answers = SlotPool(str(memory_root)), iter([True, True, False, False])
     prepared: list[Slot] = []
@@ -181,17 +171,6 @@ def maps_of(descriptor: int) -> int:
     """How many mappings of the file this process has."""
     path = os.readlink(f"/proc/self/fd/{descriptor}")
     return sum(line.endswith(path) for line in Path("/proc/self/maps").read_text().splitlines())
-
-
-@pytest.mark.parametrize("start", [0, 4096, HUGE, 5 * _MIB])
-def test_a_part_is_mapped_where_its_huge_pages_can_be(descriptor: int, start: int) -> None:
-    content = os.urandom(8 * _MIB)
-    os.pwrite(descriptor, content, 0)
-    part = mapped(descriptor, start, 2 * _MIB + 100)
-    assert part == content[start : start + 2 * _MIB + 100]
-    assert np.frombuffer(part, np.uint8).ctypes.data % HUGE == start % HUGE
-    with pytest.raises(TypeError, match="read-only"):
-        part[0] = 1
 
 
 def test_a_part_stays_mapped_for_as_long_as_anybody_sees_it(descriptor: int) -> None:

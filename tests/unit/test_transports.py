@@ -25,7 +25,7 @@ from dcp_mem.comm.greetings import Door, accepted, dialled
 from dcp_mem.common.log import log
 from dcp_mem.nixl import agents, pairing
 from dcp_mem.options import settings
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, on_ranks, raised_by
 from tests.support.transports import Ends, Rank, TransportConformance, in_pair
 
 needs_nixl = pytest.mark.skipif(
@@ -223,15 +223,12 @@ def test_a_transport_of_another_package_is_taken_or_both_ranks_say_why_not(
     _assert_taken(choice, partial(_installed, fast_wire), taken, [said, said])
 
 
-def _torn(site: Path) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(site)
-        return str(raised_by(lambda: ranks_of(None, "torn").channel(0, 1, "", "torn")))
-
-
+@on_ranks(2)
 def test_a_transport_that_cannot_be_imported_is_named_with_its_package(fast_wire: Path) -> None:
-    for error in forked_ranks(_torn, 2, fast_wire):
-        assert error.startswith("transport='torn' is fast_wire:nothing, which can't be imported: ")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(fast_wire)
+        error = str(raised_by(lambda: ranks_of(None, "torn").channel(0, 1, "", "torn")))
+    assert error.startswith("transport='torn' is fast_wire:nothing, which can't be imported: ")
 
 
 def test_names_of_other_packages_are_choices_beside_ours(

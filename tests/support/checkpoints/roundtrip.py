@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import fsspec
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import (
@@ -271,11 +270,3 @@ def assert_same_tensor(saved: torch.Tensor, loaded: torch.Tensor, where: str) ->
         assert bits(saved) == bits(loaded), f"{where}: other bytes were loaded than were saved"
     else:
         assert torch.equal(saved.to_dense(), loaded.to_dense()), where
-
-
-def in_this_order(act: Callable[[], None]) -> None:
-    """Run `act` on each rank in turn."""
-    for rank in range(dist.get_world_size()):
-        if dist.get_rank() == rank:
-            act()
-        dist.barrier()

@@ -331,11 +331,6 @@ class Line:
         """SIGKILL it, and wait until it is gone."""
         self.process.kill()
 
-    def hang_up(self) -> None:
-        """Let the process end like a script at its last line: without closing anything."""
-        self._connection.send(("", ()))
-        self.process.join()
-
 
 class CallFailed(Exception):
     """What the trainer raised: its type and text."""
@@ -348,8 +343,6 @@ def serve_line(place: Place, address: str) -> None:
     trainer = Trainer(place)
     while True:
         name, arguments = connection.recv()
-        if not name:
-            return
         try:
             connection.send(("", getattr(trainer, name)(*arguments)))
         except FAILURES as error:
