@@ -23,7 +23,7 @@ from dcp_mem.common.value_class import value_class
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.column_file import Ints as Ints
 from dcp_mem.format.column_file import Packed, distinct_rows, matrix, pack, unpack
-from dcp_mem.format.layout import Layout, layout_of
+from dcp_mem.format.layout import NO_LAYOUT, Layout, layout_of, refuse_outside
 from dcp_mem.format.shared_runs import RunPool, Runs, read_runs
 
 VERSION = 4
@@ -142,9 +142,7 @@ class Catalog:
             "entries": np.stack([getattr(self, name) for name in _ENTRIES]),
             "sides": np.stack([getattr(self, name) for name in _SIDES]),
             "segments": np.stack([getattr(self, name) for name in _SEGMENTS]),
-            "items": np.concatenate(
-                [np.zeros((4, 0), np.int64), *map(_items, self.layouts)], axis=1
-            ),
+            "items": np.concatenate([one.columns for one in (NO_LAYOUT, *self.layouts)], axis=1),
             "layouts": np.fromiter(map(len, self.layouts), np.int64, len(self.layouts)),
             **self.boxes.columns(_BOXES),
             **self.places.columns(_PLACES),
@@ -157,11 +155,7 @@ class Catalog:
     def layout(self, rank: int) -> Layout:
         """Return the layout of a rank's segment; an empty one where the catalog has none."""
         writer = np.flatnonzero(self.ranks == rank)
-        return (
-            self.layouts[self.layout_of[writer[0]]]
-            if len(writer)
-            else layout_of(np.zeros((4, 0), np.int64))
-        )
+        return self.layouts[self.layout_of[writer[0]]] if len(writer) else NO_LAYOUT
 
     @staticmethod
     def from_bytes(data: bytes | memoryview | mmap) -> Catalog:
@@ -420,21 +414,11 @@ def _read(written: Sequence[Any]) -> Properties:
     )
 
 
-def _items(layout: Layout) -> Ints:
-    return np.stack([layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes])
-
-
 def _layouts(items: Ints, counts: Ints) -> list[Layout]:
     stops = np.cumsum(counts)
     if not _within(counts, 0, items.shape[1]) or stops[-1:].sum() != items.shape[1]:
         raise ValueError("layouts of other lengths")
-    offsets, lengths, payload_offsets, payload_nbytes = items
-    if not _within(items, -1, _MOST) or (items[[0, 1, 3]] < 0).any():
-        raise ValueError("layouts reach out of their segments")
-    ends = payload_offsets + payload_nbytes
-    inside = (payload_offsets >= offsets) & (ends <= offsets + lengths)
-    if not (inside | (payload_offsets < 0)).all():
-        raise ValueError("payloads reach out of their items")
+    refuse_outside(items)
     return [layout_of(items[:, start:stop]) for start, stop in pairwise([0, *stops.tolist()])]
 
 

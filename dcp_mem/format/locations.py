@@ -30,11 +30,7 @@ class LayoutItems:
 
         The last column stands for items that lie in a tail. In it, the payload offset is -1.
         """
-        layouts = self.catalog.layouts
-        columns = [
-            np.stack([one.offsets, one.lengths, one.payload_offsets, one.payload_nbytes])
-            for one in layouts
-        ]
+        columns = [one.columns for one in self.catalog.layouts]
         return np.concatenate([*columns, np.array([[0], [0], [-1], [0]])], axis=1)
 
     @cached_property

@@ -21,15 +21,13 @@ from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Segment, Transfer
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import HASH, HASH_NBYTES, Crcs, block_count
-from dcp_mem.format.layout import Columns, Layout
+from dcp_mem.format.layout import Items, Layout, refuse_outside
 from dcp_mem.format.records import DAMAGE, Record, made
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import Stripe
 from dcp_mem.policy.persistence import Persisted
 
-_MOST = 1 << 50
-"""The largest offset or length in a segment."""
 _LEAST_UNPACKED, _MOST_RATIO = 64 << 20, 64
 """Limit for unpacked columns: this many bytes or, if more, this many times the file's size."""
 _KEPT = 4
@@ -132,44 +130,28 @@ def _manifest(data: bytes) -> Manifest:
     return super(Manifest, Manifest).from_json(data)
 
 
-@value_class(eq=False, kw_only=True)
-class ItemTable:
+@value_class(eq=False)
+class ItemTable(Items):
     """The items of one stored segment."""
 
-    offsets: Columns  # where each item begins in the segment, in bytes
-    lengths: Columns
-    payload_offsets: Columns  # where its raw data begins; -1 where it has no plain payload
-    payload_nbytes: Columns
     crc32c: Crcs  # of each block of each item (see `checksums.Blocks`); empty if none were computed
 
     def to_fields(self) -> dict[str, str]:
         """Return the columns for JSON: deflated, and coded as text."""
-        return {name: _pack(getattr(self, name)) for name in _DTYPES}
+        return {"items": _pack(self.columns), "crc32c": _pack(self.crc32c)}
 
     def has_items_of(self, other: ItemTable) -> bool:
         """Return whether another table has the same items in the same places.
 
         `other`: of a segment with the same bytes; its checksums don't count.
         """
-        return np.array_equal(self.offsets, other.offsets) and np.array_equal(
-            self.lengths, other.lengths
-        )
+        return np.array_equal(self.columns[:2], other.columns[:2])
 
 
 def items_of(layout: Layout, tail: Tail) -> ItemTable:
     """Return the items of a segment, in the order of their offsets, without checksums."""
-    columns = (layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes)
-    rest = np.array([(offset, nbytes, -1, 0) for offset, nbytes in tail], dtype="<i8").reshape(
-        -1, 4
-    )
-    joined: list[Columns] = [np.concatenate([dense, rest[:, i]]) for i, dense in enumerate(columns)]
-    return ItemTable(
-        offsets=joined[0],
-        lengths=joined[1],
-        payload_offsets=joined[2],
-        payload_nbytes=joined[3],
-        crc32c=np.zeros(0, dtype="<u4"),
-    )
+    rest = np.array([(offset, nbytes, -1, 0) for offset, nbytes in tail], np.int64).reshape(-1, 4)
+    return ItemTable(np.concatenate([layout.columns, rest.T], axis=1), np.zeros(0, "<u4"))
 
 
 @value_class(kw_only=True)
@@ -312,17 +294,8 @@ class StripeRecord(Record):
     crc32c: tuple[int, ...]  # of each `checksums.BLOCK` bytes of the file
 
 
-_DTYPES = {
-    "offsets": "<i8",
-    "lengths": "<i8",
-    "payload_offsets": "<i8",
-    "payload_nbytes": "<i8",
-    "crc32c": "<u4",
-}
-
-
-def _pack(column: np.ndarray[Any, Any]) -> str:
-    return base64.b64encode(zlib.compress(column.tobytes(), 1)).decode()
+def _pack(columns: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(zlib.compress(columns.tobytes(), 1)).decode()
 
 
 class _Columns:
@@ -340,8 +313,11 @@ class _Columns:
 
         Raises ValueError, KeyError, TypeError, zlib.error.
         """
-        table = ItemTable(**{name: self._column(packed[name], _DTYPES[name]) for name in _DTYPES})
-        _refuse_contradictions(table)
+        items = self._column(packed["items"], "<i8").reshape(4, -1)
+        table = ItemTable(items, self._column(packed["crc32c"], "<u4"))
+        refuse_outside(table.columns)
+        if len(table.crc32c) and len(table.crc32c) != block_count(table.lengths):
+            raise ValueError("checksums of other blocks")
         return table
 
     def _column(self, text: str, dtype: str) -> np.ndarray[Any, Any]:
@@ -351,19 +327,3 @@ class _Columns:
             raise ValueError("a column is cut short, or unpacks to more than its file could hold")
         self._left -= len(data)
         return np.frombuffer(data, dtype=dtype)
-
-
-def _refuse_contradictions(table: ItemTable) -> None:
-    """Raise ValueError where the items of a table, or their checksums, don't fit together."""
-    columns = [table.offsets, table.lengths, table.payload_offsets, table.payload_nbytes]
-    if len({len(column) for column in columns}) > 1:
-        raise ValueError("columns of items differ in length")
-    offsets, lengths, payload_offsets, payload_nbytes = columns
-    if not all(((one >= 0) & (one <= _MOST)).all() for one in (offsets, lengths, payload_nbytes)):
-        raise ValueError("items lie outside of any segment")
-    inside = (payload_offsets >= offsets) & (payload_nbytes <= lengths)
-    inside &= payload_offsets - offsets <= lengths - payload_nbytes
-    if not (inside | (payload_offsets < 0)).all():
-        raise ValueError("payloads reach out of their items")
-    if len(table.crc32c) and len(table.crc32c) != block_count(lengths):
-        raise ValueError("checksums of other blocks")

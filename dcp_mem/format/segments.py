@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat
 from typing import Any, overload
 
 from dcp_mem.common.value_class import value_class
@@ -11,6 +13,7 @@ from dcp_mem.format.names import segment_file
 
 Tail = tuple[tuple[int, int], ...]
 """(offset, bytes) of each item behind a segment's layout."""
+_COLUMNS = ("rank", "node", "nbytes", "layout", "tail")
 
 
 @value_class(eq=False, kw_only=True)
@@ -34,11 +37,7 @@ class Segments(Sequence[Segment]):
         found = list(segments)
         return Segments(
             save_id=save_id,
-            rank=[one.rank for one in found],
-            node=[one.node for one in found],
-            nbytes=[one.nbytes for one in found],
-            layout=[one.layout for one in found],
-            tail=[one.tail for one in found],
+            **{name: [getattr(one, name) for one in found] for name in _COLUMNS},
         )
 
     def for_next_save(self, save_id: str, tails: Mapping[int, Tail]) -> Segments:
@@ -46,14 +45,7 @@ class Segments(Sequence[Segment]):
         nbytes, tail = list(self.nbytes), list(self.tail)
         for number, new in tails.items():
             nbytes[number], tail[number] = sum(new[-1]), new
-        return Segments(
-            save_id=save_id,
-            rank=self.rank,
-            node=self.node,
-            nbytes=nbytes,
-            layout=self.layout,
-            tail=tail,
-        )
+        return replace(self, save_id=save_id, nbytes=nbytes, tail=tail)
 
     def numbered(self, number: int) -> Segment:
         """Return the segment with a number: that of a rank, or a rank's second one.
@@ -67,20 +59,8 @@ class Segments(Sequence[Segment]):
         return len(self.rank)
 
     def __iter__(self) -> Iterator[Segment]:
-        columns = self.rank, self.node, self.nbytes, self.layout, self.tail
-        return iter(
-            [
-                Segment(
-                    rank=rank,
-                    node=node,
-                    file=segment_file(rank, self.save_id),
-                    nbytes=nbytes,
-                    layout=layout,
-                    tail=tail,
-                )
-                for rank, node, nbytes, layout, tail in zip(*columns, strict=True)
-            ]
-        )
+        columns = [getattr(self, name) for name in _COLUMNS]
+        return map(_segment, repeat(self.save_id), *columns)
 
     @overload
     def __getitem__(self, number: int) -> Segment: ...
@@ -91,16 +71,7 @@ class Segments(Sequence[Segment]):
     def __getitem__(self, number: int | slice) -> Segment | list[Segment]:
         if isinstance(number, slice):
             return [self[one] for one in range(*number.indices(len(self)))]
-        rank = self.rank[number]
-        file = segment_file(rank, self.save_id)
-        return Segment(
-            rank=rank,
-            node=self.node[number],
-            file=file,
-            nbytes=self.nbytes[number],
-            layout=self.layout[number],
-            tail=self.tail[number],
-        )
+        return _segment(self.save_id, *[getattr(self, name)[number] for name in _COLUMNS])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -156,6 +127,11 @@ class Segments(Sequence[Segment]):
             layout=[layouts[one] for one in layout],
             tail=tails,
         )
+
+
+def _segment(save_id: str, rank: int, node: str, nbytes: int, layout: str, tail: Tail) -> Segment:
+    file = segment_file(rank, save_id)
+    return Segment(rank=rank, node=node, file=file, nbytes=nbytes, layout=layout, tail=tail)
 
 
 def _numbered(texts: Sequence[str]) -> dict[str, int]:

@@ -291,11 +291,8 @@ def test_a_flush_record_survives_being_written_down(record: FlushRecord) -> None
 def test_a_node_manifest_survives_being_written_down(columns: dict[str, list[int]]) -> None:
     tables = {
         file: ItemTable(
-            offsets=column,
-            lengths=column + 1,
-            payload_offsets=np.where(column % 2, column, -1),
-            payload_nbytes=column,
-            crc32c=np.arange(block_count(column + 1), dtype="<u4"),
+            np.stack([column, column + 1, np.where(column % 2, column, -1), column]),
+            np.arange(block_count(column + 1), dtype="<u4"),
         )
         for file, column in (
             (file, np.array(numbers, dtype="<i8")) for file, numbers in columns.items()

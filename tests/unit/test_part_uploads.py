@@ -26,14 +26,8 @@ def _outgoing(directory: Path, count: int) -> list[SegmentUpload]:
     for rank in range(count):
         file = f"__{rank}_0-01234567.distcp"
         (directory / file).write_bytes(bytes([rank]) * NBYTES)
-        one, none = np.array([0], "<i8"), np.zeros(0, "<u4")
-        table = ItemTable(
-            offsets=one,
-            lengths=one + NBYTES,
-            payload_offsets=one,
-            payload_nbytes=one + NBYTES,
-            crc32c=none,
-        )
+        one = np.array([[0], [NBYTES], [0], [NBYTES]], "<i8")
+        table = ItemTable(one, np.zeros(0, "<u4"))
         found.append(
             SegmentUpload(
                 segment=Segment(

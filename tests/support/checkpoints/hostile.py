@@ -63,7 +63,8 @@ def node_manifest(**columns: bytes) -> bytes:
         "payload_nbytes": struct.pack("<q", 0),
         "crc32c": struct.pack("<I", 0),
     }
-    table = {name: packed_column(data) for name, data in {**usual, **columns}.items()}
+    *items, crc32c = ({**usual, **columns}[name] for name in usual)
+    table = {"items": packed_column(b"".join(items)), "crc32c": packed_column(crc32c)}
     body = {"save_id": "00000000", "node": "n", "tables": {"__0_0-00000000.distcp": table}}
     return json_file("node", json.dumps(body))
 

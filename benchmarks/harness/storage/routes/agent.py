@@ -68,10 +68,4 @@ def read(target: Target, segments: Sequence[Segment]) -> Iterator[Callable[[], N
 def _table(nbytes: int) -> ItemTable:
     offsets = np.arange(0, nbytes, ITEM_BYTES)
     lengths = np.minimum(ITEM_BYTES, nbytes - offsets)
-    return ItemTable(
-        offsets=offsets,
-        lengths=lengths,
-        payload_offsets=offsets,
-        payload_nbytes=lengths,
-        crc32c=np.zeros(0, dtype="<u4"),
-    )
+    return ItemTable(np.stack([offsets, lengths, offsets, lengths]), np.zeros(0, "<u4"))
