@@ -59,9 +59,14 @@ def plan_alone(
 
     Raises Exception.
     """
-    reads = _plan_by_catalog(opened, planner, state)
-    if reads is not None:
-        return reads
+    known = opened.description
+    if known.catalog is not None and isinstance(planner, LocalLoadPlanner):
+        into_devices = may_copy_to_device()
+        reads = planner.plan(
+            state, known.catalog, known.save_id, known.tails, into_devices=into_devices
+        )
+        if reads is not None:
+            return reads
     planner.set_up_planner(state, opened.metadata, is_coordinator)
     plan = planner.create_global_plan([planner.create_local_plan()])[0]
     return planner.finish_plan(plan)
@@ -115,21 +120,6 @@ def plans_alone(planner: LoadPlanner) -> bool:
     """
     default: Callable[..., Any] = DefaultLoadPlanner.create_global_plan
     return isinstance(planner, DefaultLoadPlanner) and type(planner).create_global_plan is default
-
-
-def _plan_by_catalog(
-    opened: OpenCheckpoint, planner: DefaultLoadPlanner, state: dict[str, Any]
-) -> Reads | None:
-    description = opened.description
-    if description.catalog is None or not isinstance(planner, LocalLoadPlanner):
-        return None
-    return planner.plan(
-        state,
-        description.catalog,
-        description.save_id,
-        description.tails,
-        into_devices=may_copy_to_device(),
-    )
 
 
 # -- what torch's plans say ------------------------------------------------------------------------

@@ -86,10 +86,15 @@ def read_items(reading: Reading, group: LoadGroup) -> Counter[str]:
         return _read_from_all_nodes(reading, group)
     if not opened.choice.memory:
         return _read_from_storage(reading, group)
-    nearest = opened.sources[0]
-    if not isinstance(nearest, MemorySource) or not len(reading.plan.payloads.offset):
-        return _read_by_file(reading)
-    return _read_from_own_memory(reading, nearest)
+    nearest, *further = opened.sources
+    if isinstance(nearest, MemorySource) and len(reading.plan.payloads.offset):
+        try:
+            return Counter({nearest.label: _read_local(nearest, reading, lambda file: True)})
+        except SOURCE_ERRORS as error:
+            if not further:
+                raise
+            reading.go_on(error, further[0])  # each segment from the nearest source after all
+    return _read_by_file(reading)
 
 
 @dataclass(slots=True)
@@ -109,19 +114,7 @@ def _by_file(
     return found
 
 
-# -- from this node's memory alone -----------------------------------------------------------------
-
-
-def _read_from_own_memory(reading: Reading, memory: MemorySource) -> Counter[str]:
-    """Read all from memory; where that fails, each segment from the nearest source after all."""
-    sources = reading.opened.sources
-    try:
-        return Counter({memory.label: _read_local(memory, reading, lambda file: True)})
-    except SOURCE_ERRORS as error:
-        if len(sources) == 1:
-            raise
-        reading.go_on(error, sources[1])
-        return _read_by_file(reading)
+# -- from this node's memory, and other sources alone ----------------------------------------------
 
 
 def _note_writes(reading: Reading) -> None:
@@ -236,18 +229,11 @@ def _not_in(memory: MemorySource | None, reading: Reading) -> dict[str, _OfFile]
 
 
 def _read_local(memory: MemorySource, reading: Reading, is_wanted: Callable[[str], bool]) -> int:
-    """Read these segments from this node's memory; return the bytes.
-
-    Payloads go straight into tensors, by columns; then comes what is left, item by item.
-    """
-    plan, nbytes = reading.plan, 0
+    """Read these segments from this node's memory; return the bytes."""
     _note_writes(reading)
-    for file, payloads in plan.direct_reads():
-        if is_wanted(file):
-            read_payloads(memory, file, payloads, verify=reading.verify)
-            nbytes += int(payloads.nbytes.sum())
-    here = [item for item in plan.rest() if is_wanted(item.file)]
-    return nbytes + _read_from_memory(memory, reading, _by_file(here))
+    items = [item for item in reading.plan.rest() if is_wanted(item.file)]
+    payloads = [one for one in reading.plan.direct_reads() if is_wanted(one[0])]
+    return _read_from_memory(memory, reading, _by_file(items, payloads))
 
 
 # -- from one source -------------------------------------------------------------------------------
@@ -265,20 +251,23 @@ def _read_from(source: Source, reading: Reading, by_file: Mapping[str, _OfFile])
 def _read_from_memory(
     memory: MemorySource, reading: Reading, by_file: Mapping[str, _OfFile]
 ) -> int:
-    """Read straight into tensors where that will do, the rest into buffers."""
+    """Read straight into tensors where that will do, the rest into buffers; return the bytes.
+
+    One pass over each segment, unless the buffers would take too much memory.
+    """
     nbytes = 0
     for file, of_file in by_file.items():
-        if of_file.payloads is not None:
-            memory.read_many(file, of_file.payloads, verify=reading.verify)
-            nbytes += int(of_file.payloads.nbytes.sum())
+        payloads, items = of_file.payloads, list[PendingItem]()
         if of_file.items:
             index = table_index(memory.tables([file])[file])
             items = _pending(memory, reading, file, of_file.items, index)
-            for some in _few_buffers(items):
-                memory.read_many(file, _columns(some), verify=reading.verify)
-                for item in some:
-                    item.deliver()
-            nbytes += sum([item.stop - item.start for item in items])
+        for some in list(_few_buffers(items)) or [[]]:
+            columns = _columns(some, payloads)
+            nbytes += int(columns.nbytes.sum())
+            read_payloads(memory, file, columns, verify=reading.verify)
+            for item in some:
+                item.deliver()
+            payloads = None
     return nbytes
 
 
@@ -296,13 +285,16 @@ def _few_buffers(items: Sequence[PendingItem]) -> Iterator[list[PendingItem]]:
         yield some
 
 
-def _columns(items: Sequence[PendingItem]) -> DirectRead:
-    """Return what these items read, into their tensors or their buffers."""
-    address, offset, nbytes = np.array([item.read() for item in items], np.int64).T
+def _columns(items: Sequence[PendingItem], payloads: DirectRead | None) -> DirectRead:
+    """Return payloads, and what items read into their tensors or buffers, by ascending offsets."""
+    if payloads is not None and not items:
+        return payloads
+    address, offset, nbytes = np.array([one.read() for one in items], np.int64).reshape(-1, 3).T
     nowhere = np.zeros(len(items), np.int64)
-    return DirectRead(
+    reads = DirectRead(
         file=nowhere, address=address, offset=offset, nbytes=nbytes, device=nowhere + HOST
     )
+    return reads if payloads is None else payloads.joined(reads)
 
 
 def _pending(

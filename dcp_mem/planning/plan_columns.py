@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Ints, Path, Properties
 
 H = TypeVar("H", bound=Hashable)
+_NAME = operator.attrgetter("name")
 COLUMNS = ("name", "kind", "properties", "dimensions", "size", "offset", "extent")
 
 
@@ -86,11 +88,8 @@ def widened(columns: Ints, width: int, value: int) -> Ints:
     return np.pad(columns, ((0, 0), (0, missing)), constant_values=value) if missing else columns
 
 
-Look = tuple[Properties | None, Sequence[int], Sequence[int] | None, Sequence[int] | None]
-"""What a plan says of an item: properties, size, offset and extent of its chunk.
-
-Properties are None for byte items, offset and extent for whole tensors.
-"""
+Look = tuple[Properties | None, Sequence[int], Sequence[int], Sequence[int]]
+"""What a plan says of an item: properties (None for byte items), size, offset and extent."""
 
 
 @value_class(kw_only=True)
@@ -109,7 +108,7 @@ def objects_group(numbers: Sequence[int]) -> ItemGroup:
         name=numbers,
         kind=ItemKind.OBJECT,
         look=[0] * len(numbers),
-        looks=[(None, (), None, None)],
+        looks=[(None, (), (), ())],
     )
 
 
@@ -122,40 +121,34 @@ def numbered(values: Iterable[H]) -> tuple[list[int], list[H]]:
 
 def local_plan(names: Sequence[str], paths: Sequence[Path], *groups: ItemGroup) -> LocalPlan:
     """Return the plan with these items, in the order of their names."""
-    name = np.fromiter(chain.from_iterable(group.name for group in groups), np.int64)
-    order = np.argsort(name, kind="stable")
-    starts = np.cumsum([0, *(len(group.looks) for group in groups)]).tolist()
-    looks = [look for group in groups for look in group.looks]
     # Thousands of items look the same: columns are made of their looks, and spread.
-    item = np.concatenate(
-        [
-            np.fromiter(group.look, np.int64, len(group.look)) + start
-            for group, start in zip(groups, starts, strict=False)
-        ]
-    )[order]
-    kinds = np.repeat([group.kind for group in groups], [len(group.looks) for group in groups])
-    known, table = numbered(one for one, *_ in looks if one is not None)
-    properties = np.full(len(looks), -1)
-    properties[[one is not None for one, *_ in looks]] = known
-    sizes = [size for _, size, _, _ in looks]
-    width = max([1, *map(len, sizes)])
-    offsets = [(0,) * len(size) if offset is None else offset for _, size, offset, _ in looks]
-    extents = [size if extent is None else extent for _, size, _, extent in looks]
+    looks, kinds, numbers = list[Look](), list[ItemKind](), list[Ints]()
+    for group in groups:
+        numbers.append(np.asarray(group.look, np.int64) + len(looks))
+        kinds += [group.kind] * len(group.looks)
+        looks += group.looks
+    known, size, offset, extent = zip(*looks, strict=True)
+    index: dict[Properties | None, int] = {None: -1}
+    properties = [index.setdefault(one, len(index) - 1) for one in known]
+    dimensions = list(map(len, size))
+    width = max(1, *dimensions)
+    name = np.fromiter(chain.from_iterable(map(_NAME, groups)), np.int64)
+    order = np.argsort(name, kind="stable")
+    look = np.concatenate(numbers)[order]
     return LocalPlan(
         names=tuple(names),
         paths=tuple(paths),
-        table=tuple(table),
+        table=tuple(one for one in index if one is not None),
         name=name[order],
-        kind=kinds.astype(np.int64)[item],
-        properties=properties[item],
-        dimensions=np.fromiter(map(len, sizes), np.int64, len(sizes))[item],
-        size=_padded(sizes, width, 1)[item],
-        offset=_padded(offsets, width, 0)[item],
-        extent=_padded(extents, width, 1)[item],
+        kind=np.array(kinds, np.int64)[look],
+        properties=np.array(properties, np.int64)[look],
+        dimensions=np.array(dimensions, np.int64)[look],
+        size=_padded(size, width, 1)[look],
+        offset=_padded(offset, width, 0)[look],
+        extent=_padded(extent, width, 1)[look],
     )
 
 
 def _padded(sides: Sequence[Sequence[int]], width: int, value: int) -> Ints:
     """Return int64[rows, width], padded with `value`."""
-    rows = [(*side, *repeat(value, width - len(side))) for side in sides]
-    return np.array(rows, np.int64).reshape(-1, width)
+    return np.array([(*side, *repeat(value, width - len(side))) for side in sides], np.int64)

@@ -61,6 +61,17 @@ class DirectRead:
             device=self.device[which],
         )
 
+    def joined(self, other: DirectRead) -> DirectRead:
+        """Return the rows of both, by ascending offsets."""
+        both = DirectRead(
+            file=np.append(self.file, other.file),
+            address=np.append(self.address, other.address),
+            offset=np.append(self.offset, other.offset),
+            nbytes=np.append(self.nbytes, other.nbytes),
+            device=np.append(self.device, other.device),
+        )
+        return both.only(np.argsort(both.offset, kind="stable"))
+
 
 @value_class(eq=False, kw_only=True)
 class Reads:

@@ -307,7 +307,7 @@ def _plan_of(leaves: Leaves) -> LocalPlan:
         look, facts = numbered(facts_of(plain, map(_REQUIRES_GRAD, plain)))
     except RuntimeError as error:  # of tensors nested in a tensor of torch's own class
         raise NotDescribable(f"a tensor without a shape ({error})") from None
-    looks = [(properties(*known), size, None, None) for *known, size in facts]
+    looks = [(properties(*known), size, (0,) * len(size), size) for *known, size in facts]
     groups.append(ItemGroup(name=numbers, kind=ItemKind.TENSOR, look=look, looks=looks))
     return local_plan(leaves.names, leaves.paths, *groups)
 

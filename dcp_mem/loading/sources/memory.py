@@ -5,10 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
-from functools import partial
-from typing import TypeVar
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
@@ -33,7 +31,6 @@ from dcp_mem.memory.views import fill, lent, view_of
 from dcp_mem.planning.reads import DirectRead
 from dcp_mem.policy.pieces import cut, merged
 
-T = TypeVar("T")
 _LARGE = 1 << 20
 """Payloads of so many bytes on average are read with a call each."""
 
@@ -166,14 +163,14 @@ class MemorySource:
             raise self._corrupt(0, str(error)) from None
 
     def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
-        return {file: self._table(file) for file in files}
-
-    def _table(self, file: str) -> ItemTable | None:
-        return described_table(self._read_catalog(), file) if file in self._ranks else None
+        catalog = self._read_catalog()
+        known = self._ranks.keys()
+        return {file: described_table(catalog, file) if file in known else None for file in files}
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         # In this thread: several pieces are read at once.
-        self._read(file, lambda descriptor: fill(descriptor, buffers, offset))
+        with self._reading(file) as descriptor:
+            fill(descriptor, buffers, offset)
 
     def read_many(self, file: str, payloads: DirectRead, *, verify: bool) -> None:
         """Read payloads straight into memory.
@@ -182,16 +179,16 @@ class MemorySource:
         SegmentCorrupt.
         """
         reader = self._reader_of(file) if verify else None
-        address, offset, nbytes = payloads.address, payloads.offset, payloads.nbytes
-        if reader is not None:
-            damaged = self._guarded(file, partial(reader.read, address, offset, nbytes))
-            if damaged is not None:
-                raise self._damaged_block(file, *damaged)
-        elif nbytes.sum() > _LARGE * len(nbytes):
-            moves = moves_of(address, offset, nbytes)
-            self._read(file, lambda descriptor: read(descriptor, moves))
-        else:
-            self._read(file, lambda descriptor: read_many(descriptor, address, offset, nbytes))
+        columns, damaged = (payloads.address, payloads.offset, payloads.nbytes), None
+        with self._reading(file) as descriptor:
+            if reader is not None:
+                damaged = reader.read(*columns)
+            elif payloads.nbytes.sum() > _LARGE * len(payloads.nbytes):
+                read(descriptor, moves_of(*columns))
+            else:
+                read_many(descriptor, *columns)
+        if damaged is not None:
+            raise self._damaged_block(file, *damaged)
 
     def units_of(
         self, file: str, payloads: DirectRead, nbytes: int, *, verify: bool
@@ -205,8 +202,8 @@ class MemorySource:
         """
         reader = self._reader_of(file) if verify else None
         if reader is not None:
-            blocks = partial(reader.blocks_of, payloads.offset, payloads.nbytes)
-            return self._guarded(file, blocks)
+            with self._reading(file):
+                return reader.blocks_of(payloads.offset, payloads.nbytes)
         ends = payloads.offset + payloads.nbytes
         wanted = merged(zip(payloads.offset.tolist(), ends.tolist(), strict=True), 1)
         return [piece for extent in wanted for piece in cut(extent, None, nbytes)]
@@ -217,15 +214,15 @@ class MemorySource:
         `verify`: hold them against the checksums beside the segment, if they have been made. Raises
         SegmentCorrupt.
         """
-        reader = self._reader_of(file) if verify else None
-        if reader is not None:
-            damaged = self._guarded(file, partial(reader.read_blocks, units, address))
-            if damaged is not None:
-                raise self._damaged_block(file, *damaged)
-            return
+        reader, damaged = self._reader_of(file) if verify else None, None
         low, high = units[0][0], units[-1][1]
-        data = view_of(address, high - low)
-        self._read(file, lambda descriptor: fill(descriptor, [data], low))
+        with self._reading(file) as descriptor:
+            if reader is not None:
+                damaged = reader.read_blocks(units, address)
+            else:
+                fill(descriptor, [view_of(address, high - low)], low)
+        if damaged is not None:
+            raise self._damaged_block(file, *damaged)
 
     def _reader_of(self, file: str) -> CheckedReader | None:
         """Return what checks a segment's units; None where it has no checksums yet."""
@@ -234,19 +231,18 @@ class MemorySource:
             self._readers[file] = CheckedReader(self._descriptor_of(file), *known)
         return self._readers.get(file)
 
-    def _read(self, file: str, act: Callable[[int], None]) -> None:
-        descriptor = self._descriptor_of(file)
-        self._guarded(file, lambda: act(descriptor))
-
     def _descriptor_of(self, file: str) -> int:
         if file not in self._descriptors:
             rank = self._ranks.get(file, 0)
             raise self._corrupt(rank, self.lacking.get(rank, f"{file} is not part of it"))
         return self._descriptors[file]
 
-    def _guarded(self, file: str, act: Callable[[], T]) -> T:
+    @contextmanager
+    def _reading(self, file: str) -> Iterator[int]:
+        """Yield a segment's descriptor; what can't be read with it is raised as SegmentCorrupt."""
+        descriptor = self._descriptor_of(file)
         try:
-            return act()
+            yield descriptor
         except (OSError, EOFError) as error:
             raise self._corrupt(self._ranks[file], str(error)) from None
 
