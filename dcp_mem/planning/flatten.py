@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,16 @@ class Container:
     keys: Sequence[Any] | None  # of a mapping; None for a list
     key_types: Sequence[type]
     inner: Mapping[int, Container]  # those of its values that are containers, by position
+    dicts: Dicts | None  # its values, if all of them are dicts of leaves; `inner` is empty then
+
+
+@value_class
+class Dicts:
+    """The structures of dicts of leaves, as one: optimizers have thousands of small ones."""
+
+    lengths: Sequence[int]
+    keys: Sequence[Any]  # of one dict behind those of the other
+    key_types: Sequence[type]
 
 
 @value_class
@@ -68,6 +79,7 @@ def _flatten(value: Any, path: Path, prefix: str, leaves: Leaves) -> Container:
     names = list(map(prefix.__add__, map(str, parts)))
     values = _values(value, keys is not None)
     inner: dict[int, Container] = {}
+    dicts: Dicts | None = None
     done = 0
     for position in _containers(values):
         _append(leaves, values, names, parts, path, done, position)
@@ -76,12 +88,27 @@ def _flatten(value: Any, path: Path, prefix: str, leaves: Leaves) -> Container:
         )
         done = position + 1
     _append(leaves, values, names, parts, path, done, len(values))
+    if inner and len(inner) == len(values) and all(map(_is_dict_of_leaves, inner.values())):
+        dicts, inner = _joined(list(inner.values())), {}
     return Container(
         kind=type(value),
         length=len(value),
         keys=keys,
         key_types=list(map(type, keys or ())),
         inner=inner,
+        dicts=dicts,
+    )
+
+
+def _is_dict_of_leaves(known: Container) -> bool:
+    return known.kind is dict and not known.inner and known.dicts is None
+
+
+def _joined(dicts: Sequence[Container]) -> Dicts:
+    return Dicts(
+        [one.length for one in dicts],
+        list(chain.from_iterable(one.keys or () for one in dicts)),
+        list(chain.from_iterable(one.key_types for one in dicts)),
     )
 
 
@@ -107,14 +134,11 @@ def collect_leaves(value: Any, known: Container, leaves: list[Any]) -> bool:
     """
     if type(value) is not known.kind or len(value) != known.length:
         return False
-    if known.keys is not None:
-        keys = list(value)
-        # Mostly the same objects. Equal keys may have different names, as 1 and True have.
-        if not all(map(operator.is_, keys, known.keys)) and (
-            keys != known.keys or list(map(type, keys)) != known.key_types
-        ):
-            return False
+    if known.keys is not None and not _are_same(list(value), known.keys, known.key_types):
+        return False
     values = _values(value, known.keys is not None)
+    if known.dicts is not None:
+        return _collect_of_dicts(values, known.dicts, leaves)
     done = 0
     for position, container in known.inner.items():
         if done < position:
@@ -124,6 +148,20 @@ def collect_leaves(value: Any, known: Container, leaves: list[Any]) -> bool:
         done = position + 1
     leaves.extend(values[done:] if done else values)
     return True
+
+
+def _collect_of_dicts(values: Sequence[Any], known: Dicts, leaves: list[Any]) -> bool:
+    if {*map(type, values)} != {dict} or list(map(len, values)) != known.lengths:
+        return False
+    if not _are_same(list(chain.from_iterable(values)), known.keys, known.key_types):
+        return False
+    leaves.extend(chain.from_iterable(map(dict.values, values)))
+    return True
+
+
+def _are_same(keys: Sequence[Any], known: Sequence[Any], types: Sequence[type]) -> bool:
+    # Mostly the same objects. Equal keys may have different names, as 1 and True have.
+    return all(map(operator.is_, keys, known)) or (keys == known and list(map(type, keys)) == types)
 
 
 def may_be_container(kind: type) -> bool:
