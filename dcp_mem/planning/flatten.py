@@ -31,6 +31,16 @@ class Container:
     keys: Sequence[Any] | None  # of a mapping; None for a list
     key_types: Sequence[type]
     inner: Mapping[int, Container]  # those of its values that are containers, by position
+    dicts: Dicts | None = None  # its values, if all are dicts of leaves; `inner` is empty then
+
+
+@value_class
+class Dicts:
+    """The structures of dicts of leaves, as one: optimizers have thousands of small ones."""
+
+    lengths: Sequence[int]
+    keys: Sequence[Any]  # of one dict behind those of the other
+    key_types: Sequence[type]
 
 
 @value_class
@@ -88,14 +98,32 @@ def _flatten(value: Any, path: Path, prefix: str, leaves: Leaves) -> Container:
                 values[position], (*path, parts[position]), f"{names[position]}.", leaves
             )
     _append(leaves, values, names, parts, path, done, len(values))
+    if inner and len(inner) == len(values) and all(map(_is_dict_of_leaves, inner.values())):
+        return _container(type(value), keys, len(value), {}, _joined(list(inner.values())))
     return _container(type(value), keys, len(value), inner)
 
 
 def _container(
-    kind: type, keys: Sequence[Any] | None, length: int, inner: Mapping[int, Container]
+    kind: type,
+    keys: Sequence[Any] | None,
+    length: int,
+    inner: Mapping[int, Container],
+    dicts: Dicts | None = None,
 ) -> Container:
     types = list(map(type, keys or ()))
-    return Container(kind=kind, length=length, keys=keys, key_types=types, inner=inner)
+    return Container(kind=kind, length=length, keys=keys, key_types=types, inner=inner, dicts=dicts)
+
+
+def _is_dict_of_leaves(known: Container) -> bool:
+    return known.kind is dict and not known.inner and known.dicts is None
+
+
+def _joined(dicts: Sequence[Container]) -> Dicts:
+    return Dicts(
+        [one.length for one in dicts],
+        list(chain.from_iterable(one.keys or () for one in dicts)),
+        list(chain.from_iterable(one.key_types for one in dicts)),
+    )
 
 
 def _runs(values: Sequence[Any]) -> Iterator[tuple[list[str] | None, int, int]]:
@@ -155,14 +183,11 @@ def collect_leaves(value: Any, known: Container, leaves: list[Any]) -> bool:
     """
     if type(value) is not known.kind or len(value) != known.length:
         return False
-    if known.keys is not None:
-        keys = list(value)
-        # Mostly the same objects. Equal keys may have different names, as 1 and True have.
-        if not all(map(operator.is_, keys, known.keys)) and (
-            keys != known.keys or list(map(type, keys)) != known.key_types
-        ):
-            return False
+    if known.keys is not None and not _are_same(list(value), known.keys, known.key_types):
+        return False
     values = _values(value, known.keys is not None)
+    if known.dicts is not None:
+        return _collect_of_dicts(values, known.dicts, leaves)
     done = 0
     for position, container in known.inner.items():
         if done < position:
@@ -172,6 +197,20 @@ def collect_leaves(value: Any, known: Container, leaves: list[Any]) -> bool:
         done = position + 1
     leaves.extend(values[done:] if done else values)
     return True
+
+
+def _collect_of_dicts(values: Sequence[Any], known: Dicts, leaves: list[Any]) -> bool:
+    if {*map(type, values)} != {dict} or list(map(len, values)) != known.lengths:
+        return False
+    if not _are_same(list(chain.from_iterable(values)), known.keys, known.key_types):
+        return False
+    leaves.extend(chain.from_iterable(map(dict.values, values)))
+    return True
+
+
+def _are_same(keys: Sequence[Any], known: Sequence[Any], types: Sequence[type]) -> bool:
+    # Mostly the same objects. Equal keys may have different names, as 1 and True have.
+    return all(map(operator.is_, keys, known)) or (keys == known and list(map(type, keys)) == types)
 
 
 def may_be_container(kind: type) -> bool:

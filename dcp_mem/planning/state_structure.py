@@ -11,9 +11,10 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -39,8 +40,10 @@ try:
 except ImportError:  # a future torch
     TensorGuards = None  # type: ignore[assignment,misc]
 
+Chosen = npt.NDArray[np.bool_]
 _DTYPE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "shape", "layout"))
 _REQUIRES_GRAD, _SPEC = operator.attrgetter("requires_grad"), operator.attrgetter("_spec")
+_LOCAL = operator.attrgetter("_local_tensor")
 _LOOKED_AT: tuple[Callable[[Any], Any], ...] = (type, _DTYPE, _LAYOUT, _REQUIRES_GRAD, _SHAPE)
 
 
@@ -56,9 +59,14 @@ class DescribedState:
         self.root, found = flatten(state)
         self.leaves: Sequence[Any] = found.values
         self.plan = _plan_of(found)
-        types = list(map(type, self.leaves))
-        self._has_dtensors, self.has_sharded_tensors = DTensor in types, ShardedTensor in types
+        self.has_sharded_tensors = ShardedTensor in map(type, self.leaves)
+        self._note_parts()
+
+    def _note_parts(self) -> None:
         self._has_part = _occur(self.plan.name, len(self.leaves))
+        held = map(type, compress(self.leaves, self._has_part))
+        changes = np.diff(np.array([0, *(kind is DTensor for kind in held), 0], np.int8))
+        self._dtensors = np.flatnonzero(changes).reshape(-1, 2).tolist()  # from one to another
 
     def item_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return the values of the plan's items: of sharded leaves, the local tensors.
@@ -66,12 +74,14 @@ class DescribedState:
         `leaves`: in the order of `plan.names`: those described, or those of a state dict with this
         structure.
         """
-        if not self._has_dtensors and not self.has_sharded_tensors:
+        if not self._dtensors and not self.has_sharded_tensors:
             return leaves
-        held = compress(leaves, self._has_part)
-        if not self.has_sharded_tensors:
-            return [leaf._local_tensor if type(leaf) is DTensor else leaf for leaf in held]
-        return list(chain.from_iterable(map(_parts, held)))
+        held = list(compress(leaves, self._has_part))
+        if self.has_sharded_tensors:
+            return list(chain.from_iterable(map(_parts, held)))
+        for start, stop in self._dtensors:
+            held[start:stop] = map(_LOCAL, held[start:stop])
+        return held
 
     def leave_out(self, names: Collection[str]) -> None:
         """Remove the leaves of these names, and their items, from `leaves` and `plan`."""
@@ -81,14 +91,15 @@ class DescribedState:
             if name not in names
         ]
         self.plan = self.plan.without(names)
-        self._has_part = _occur(self.plan.name, len(self.leaves))
+        self._note_parts()
 
 
 class Structure:
     """The structure of a state dict, by which later ones are recognised.
 
-    `recognise` returns the leaves of a state dict of the same structure, in the order of
-    `plan.names`, and `item_values` the values of the plan's items. The structure holds no leaves.
+    `recognise` returns the values of the plan's items in a state dict of the same structure. It
+    does so in two steps: `collect` takes the state dict apart, and `are_alike` looks at its
+    tensors, all or some of them. The structure holds no leaves.
 
     `plan`: what this rank would write. Raises NotDescribable, ValueError.
     """
@@ -96,11 +107,10 @@ class Structure:
     def __init__(self, state: Mapping[str, Any]) -> None:
         described = DescribedState(state)
         torch_rules.refuse_other_save(described.plan, described.leaves)
-        self.plan, self.item_values, self._root, leaves = (
-            described.plan,
+        self.plan, self._root, leaves = described.plan, described.root, described.leaves
+        self._item_values, self.has_sharded_tensors = (
             described.item_values,
-            described.root,
-            described.leaves,
+            described.has_sharded_tensors,
         )
         described.leaves = ()  # item_values is bound to it, and must not keep the leaves alive
         self._types = list(map(type, leaves))
@@ -113,18 +123,25 @@ class Structure:
         self._grad_enabled = torch.is_grad_enabled()
         self._sharding = _Sharding(*self._sharded(leaves))
         one_of: dict[torch.Size, torch.Size] = {}
-        self._looks = [_Looks(block, one_of) for _, block in self._blocks(leaves)]
+        values = self._item_values(leaves)
+        self._looks = [_Looks(block, one_of) for _, block in self._blocks(values)]
 
     def recognise(
         self,
         state: Mapping[str, Any],
         visit: Callable[[int, Sequence[torch.Tensor], Where | None], None] | None = None,
     ) -> Sequence[Any] | None:
-        """Return the leaves of a state dict of the same structure; None for any other.
+        """Return the items' values in a state dict of the same structure; None for any other.
 
-        `visit`: called with the index of its first tensor, each block of the plan's tensors, and
-        where these are known to lie, while the processor's cache has them. If None is returned, its
-        results are void.
+        `visit`: as in `are_alike`. If None is returned, its results are void.
+        """
+        found = self.collect(state)
+        return found.values if found is not None and self.are_alike(found, visit) else None
+
+    def collect(self, state: Mapping[str, Any]) -> Collected | None:
+        """Take a state dict apart; return None where its containers or types are others.
+
+        What its tensors are like is left to `are_alike`.
         """
         leaves: list[Any] = []
         if not collect_leaves(state, self._root, leaves):
@@ -134,20 +151,57 @@ class Structure:
         doubtful = list(map(leaves.__getitem__, self._doubtful))
         if any(map(is_container, doubtful)) or any(map(_plans_itself, doubtful)):
             return None
-        # Leaves that are sharded alike have as many items: only then can those be compared.
-        if not self._sharding.is_that_of(*self._sharded(leaves)):
-            return None
-        for looks, (start, block) in zip(self._looks, self._blocks(leaves), strict=True):
-            is_guarded = looks.guards.hold(block)
-            if not (is_guarded or looks.are_those_of(block)) or are_marked(block, SAVE_MARKS):
-                return None
+        if self.has_sharded_tensors and not self._sharding.is_that_of(*self._sharded(leaves)):
+            return None  # leaves that are sharded otherwise may have another number of items
+        return Collected(leaves, self._item_values(leaves))
+
+    def are_alike(
+        self,
+        found: Collected,
+        visit: Callable[[int, Sequence[torch.Tensor], Where | None], None] | None = None,
+        left_out: Chosen | None = None,
+    ) -> bool:
+        """Return whether the tensors of a state dict are like those of this structure.
+
+        `visit`: called with the index of its first tensor, each block of the plan's tensors, and
+        where these are known to lie, while the processor's cache has them. `left_out`: which of the
+        plan's tensors needn't be looked at.
+        """
+        chosen = None if left_out is None else self._sharded_but(left_out)
+        if not self._sharding.is_that_of(*self._sharded(found.leaves), chosen):
+            return False
+        for looks, (start, block) in zip(self._looks, self._blocks(found.values), strict=True):
+            wanted = None if left_out is None else ~left_out[start : start + len(block)]
+            if wanted is not None and not wanted.any():
+                continue
+            is_whole = wanted is None or wanted.all()
+            is_guarded = is_whole and looks.guards.hold(block)
+            if not is_guarded and not looks.are_those_of(block, None if is_whole else wanted):
+                return False
+            if are_marked(block, SAVE_MARKS):
+                return False
             if visit is not None:
                 visit(start, block, looks.guards.where if is_guarded else None)
-        return leaves
+        return True
 
-    def _blocks(self, leaves: Sequence[Any]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    @property
+    def tensor_count(self) -> int:
+        """The number of the plan's tensors."""
+        return sum(self._is_tensor)
+
+    def tensors_of(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        """Return which of the items' values are tensors."""
+        return list(compress(values, self._is_tensor))
+
+    def _sharded_but(self, left_out: Chosen) -> list[bool]:
+        """Return for each DTensor whether it is none of these tensors of the plan."""
+        is_wanted = np.ones(len(self._types), bool)
+        is_wanted[self.plan.name[self._is_tensor][left_out]] = False
+        return is_wanted[self._dtensors].tolist()  # type: ignore[no-any-return]
+
+    def _blocks(self, values: Sequence[Any]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Yield the plan's tensors a block at a time, with the index of its first."""
-        tensors: list[torch.Tensor] = list(compress(self.item_values(leaves), self._is_tensor))
+        tensors = self.tensors_of(values)
         for start in range(0, len(tensors), BLOCK):
             yield start, tensors[start : start + BLOCK]
 
@@ -155,6 +209,13 @@ class Structure:
         return list(map(leaves.__getitem__, self._dtensors)), [
             leaves[number] for number in self._others
         ]
+
+
+class Collected(NamedTuple):
+    """The leaves of a state dict, and the values of a plan's items, in the plan's orders."""
+
+    leaves: Sequence[Any]
+    values: Sequence[Any]
 
 
 class _Looks:
@@ -169,9 +230,15 @@ class _Looks:
         *looks, shapes = _look_at(block)
         self._looks = (*looks, [one_of.setdefault(shape, shape) for shape in shapes])
 
-    def are_those_of(self, block: Sequence[torch.Tensor]) -> bool:
-        """Return whether as many tensors look the same in all that the plan depends on."""
-        return all(map(operator.eq, _look_at(block), self._looks))
+    def are_those_of(self, block: Sequence[torch.Tensor], wanted: Chosen | None = None) -> bool:
+        """Return whether as many tensors look the same in all that the plan depends on.
+
+        `wanted`: those that are looked at; None for all.
+        """
+        if wanted is None:
+            return all(map(operator.eq, _look_at(block), self._looks))
+        looks = (list(compress(look, wanted)) for look in self._looks)
+        return all(map(operator.eq, _look_at(list(compress(block, wanted))), looks))
 
 
 def _look_at(block: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
@@ -186,12 +253,28 @@ class _Sharding:
         self._specs, self._wholes = list(map(_SPEC, dtensors)), _wholes(dtensors)
         self._others = list(map(sharded_tensors.sharding_of, others))
 
-    def is_that_of(self, dtensors: Sequence[DTensor], others: Sequence[ShardedTensor]) -> bool:
-        """Return whether as many leaves are sharded alike."""
+    def is_that_of(
+        self,
+        dtensors: Sequence[DTensor],
+        others: Sequence[ShardedTensor],
+        chosen: Sequence[bool] | None = None,
+    ) -> bool:
+        """Return whether as many leaves are sharded alike.
+
+        `chosen`: the DTensors that are looked at; None for all.
+        """
+        known, wholes = self._specs, self._wholes
+        if chosen is not None and not all(chosen):
+            dtensors, known, wholes = (
+                list(compress(one, chosen)) for one in (dtensors, known, wholes)
+            )
         specs = list(map(_SPEC, dtensors))
         return (
-            (all(map(operator.is_, specs, self._specs)) or all(map(_lie_alike, specs, self._specs)))
-            and (self._guards.hold(dtensors) or _wholes(dtensors) == self._wholes)
+            (all(map(operator.is_, specs, known)) or all(map(_lie_alike, specs, known)))
+            and (
+                (known is self._specs and self._guards.hold(dtensors))
+                or _wholes(dtensors) == wholes
+            )
             and list(map(sharded_tensors.sharding_of, others)) == self._others
             and not are_marked(others, SAVE_MARKS)
         )
