@@ -101,8 +101,8 @@ def _flush(job: FlushJob) -> bool:
     """Run the commit protocol, as far as this node can.
 
     1. Return if this checkpoint is committed already.
-    2. Refuse what must not be committed: see `refuse_to_overwrite`, `refuse_to_bring_back` and
-       `refuse_to_come_late`.
+    2. Refuse what must not be committed: another checkpoint of the name is, where overwrite=False;
+       see `refuse_to_bring_back` and `refuse_to_come_late`, too.
     3. Put this node's part, unless storage has it.
     4. Take over the parts of lost nodes, as far as their copies lie here.
     5. Raise NotYet unless all parts are stored, and the commit is this node's to make.
@@ -111,14 +111,16 @@ def _flush(job: FlushJob) -> bool:
     manifest = job.checkpoint.manifest
     faults.point("flush.started")
     own_nbytes = sum(segment.nbytes for segment in manifest.of_node(job.node))
-    if _is_committed(job):
+    metadata = committed_metadata(job)
+    if _is_committed(job, metadata):
         job.check_ownership()
         if manifest.committer == job.node:
             # The process that committed it may have been killed before it had removed these.
             collect_older_attempts(job.storage, manifest, job.may_drop)
         job.meter.find_stored(own_nbytes)
         return manifest.committer == job.node
-    refuse_to_overwrite(job)
+    if metadata and manifest.save_id.encode() not in metadata and not job.overwrite:
+        raise CheckpointExists(manifest.name, job.storage.url)
     refuse_to_bring_back(job)
     parts = parts_of(job)
     refuse_to_come_late(job, parts)
@@ -227,16 +229,6 @@ def _is_in_memory(checkpoint: LocalCheckpoint) -> bool:
     return manifest.save_id == checkpoint.manifest.save_id
 
 
-def refuse_to_overwrite(job: FlushJob) -> None:
-    """Make sure that no other checkpoint of the name is committed, where overwrite=False."""
-    manifest = job.checkpoint.manifest
-    if job.overwrite or manifest.save_id.encode() in committed_metadata(job):
-        return
-    listed = {entry.name for entry in job.storage.ls(manifest.name)}
-    if names.metadata_file(manifest.scope) in listed:
-        raise CheckpointExists(manifest.name, job.storage.url)
-
-
 def refuse_to_bring_back(job: FlushJob) -> None:
     """Raise Superseded unless what the save found and made on storage is still there."""
     manifest = job.checkpoint.manifest
@@ -343,13 +335,12 @@ def _put_metadata(job: FlushJob, key: str, before: bytes, metadata: bytes) -> No
         ) from None
 
 
-def _is_committed(job: FlushJob) -> bool:
+def _is_committed(job: FlushJob, metadata: bytes) -> bool:
     """Return whether storage has the checkpoint; on the committer, with the catalog that it has.
     Planners that hand their metadata over only in `finish` have the coordinator replace the catalog
     after the commit. The manifest is put before `.metadata`: only both together show a commit.
     """
     manifest = job.checkpoint.manifest
-    metadata = committed_metadata(job)
     if manifest.save_id.encode() not in metadata:
         return False
     if manifest.committer != job.node:
