@@ -184,6 +184,21 @@ def test_shapes_that_lie_at_the_same_offsets_have_frames_of_their_own() -> None:
     assert frames_key(wide) != frames_key(tall)
 
 
+@given(st.lists(SPECS, min_size=1, max_size=8), st.data())
+def test_a_description_hides_payloads_that_are_not_as_planned(
+    specs: list[Spec], data: st.DataObject
+) -> None:
+    plain = data.draw(st.lists(st.booleans(), min_size=len(specs), max_size=len(specs)))
+    layout = lay_out(specs)
+    described = layout.with_payloads_where(plain)
+    assert np.array_equal(described.offsets, layout.offsets)
+    for shown, offset, described_offset in zip(
+        plain, layout.payload_offsets, described.payload_offsets, strict=True
+    ):
+        assert described_offset == (offset if shown else -1)
+    assert (described.key == layout.key) == all(plain)
+
+
 # -- checksums -------------------------------------------------------------------------------------
 
 

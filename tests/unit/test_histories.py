@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_mem import ManifestInvalid
-from dcp_mem.format.history import COLUMNS, HistoryRow, from_csv, to_csv, with_row
+from dcp_mem import ManifestInvalid, Transfer
+from dcp_mem.format.history import COLUMNS, HistoryRow, from_csv, row_of, to_csv, with_row
+from dcp_mem.format.manifest import FlushRecord
+from tests.support.checkpoints.manifests import make_manifest, of_four_ranks
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
 MOMENTS = st.integers(1, 4_000_000_000).map(float) | st.just(1795205846.676303)
@@ -87,6 +89,38 @@ def test_a_history_reads_like_this() -> None:
         '0.0,0.0,0,0,2,0,0,3,7,0a1b2c3d,"no ""room""\nat all",100,"{""loss"":0.5}"'
     )
     assert rest == ""
+
+
+def test_a_line_tells_what_the_flush_recorded() -> None:
+    manifest = make_manifest(
+        of_four_ranks(lambda rank: 1 << 20), created=12.0, world_size=4, stage_seconds=0.5
+    )
+    transfer = Transfer(
+        sent_nbytes=8 << 20, reused_nbytes=9, parts=7, retries=3, segments_seconds=4.0
+    )
+    record = FlushRecord(
+        save_id="aa", outcome="durable", attempts=2, durable=20.0, seconds=6.0, transfer=transfer
+    )
+    expected = HistoryRow(
+        name="step-1",
+        save_id="aa",
+        created=12.0,
+        world_size=4,
+        nodes=2,
+        nbytes=4 << 20,
+        stage_seconds=0.5,
+        outcome="durable",
+        durable=20.0,
+        flush_seconds=6.0,
+        throughput_mib_s=2.0,
+        parts=7,
+        retries=3,
+        attempts=2,
+        sent_nbytes=8 << 20,
+        reused_nbytes=9,
+    )
+    assert row_of(manifest, record) == expected
+    assert row_of(manifest, FlushRecord(save_id="aa")).outcome == "evicted"
 
 
 def test_a_line_replaces_the_one_of_the_same_save_and_no_other() -> None:
