@@ -12,6 +12,7 @@ import numpy as np
 
 from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Ints, Path, Properties
+from dcp_mem.format.column_file import padded
 
 COLUMNS = ("name", "kind", "properties", "dimensions", "size", "offset", "extent")
 
@@ -131,10 +132,10 @@ def local_plan(names: Sequence[str], paths: Sequence[Path], *groups: ItemGroup) 
 
 def _sides(group: ItemGroup, width: int) -> tuple[Ints, Ints, Ints]:
     """Return sizes, offsets and extents."""
-    size = _padded(group.sizes, width, 1)
+    size = padded(group.sizes, width, 1)
     if group.offsets is None or group.extents is None:
         return size, np.zeros_like(size), size
-    return size, _padded(group.offsets, width, 0), _padded(group.extents, width, 1)
+    return size, padded(group.offsets, width, 0), padded(group.extents, width, 1)
 
 
 def _numbered(properties: Sequence[Properties | None]) -> tuple[Ints, tuple[Properties, ...]]:
@@ -149,15 +150,3 @@ def _numbered(properties: Sequence[Properties | None]) -> tuple[Ints, tuple[Prop
     return np.fromiter(
         map(number.__getitem__, map(id, properties)), np.int64, len(properties)
     ), tuple(table)
-
-
-def _padded(sides: Sequence[Sequence[int]], width: int, value: int) -> Ints:
-    """Return int64[rows, width], padded with `value`."""
-    if not sides:
-        return np.zeros((0, width), np.int64)
-    counts = np.fromiter(map(len, sides), np.int64, len(sides))
-    result = np.full((len(sides), width), value, np.int64)
-    result[np.arange(width) < counts[:, None]] = np.fromiter(
-        chain.from_iterable(sides), np.int64, int(counts.sum())
-    )
-    return result
