@@ -26,12 +26,12 @@ from dcp_mem.format.catalog import (
     LOOSE_CHUNKS,
     MEMORY_FORMATS,
     Catalog,
-    Ints,
     Properties,
     Rows,
     Tails,
     catalog_of_rows,
 )
+from dcp_mem.format.column_file import padded
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.locations import refuse_missing_tails
 from dcp_mem.format.metadata import StorageInfo, read_part, with_storage
@@ -200,15 +200,15 @@ def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
     return catalog_of_rows(
         Rows(
             first=np.cumsum([0, *(len(of_entry) for *_, of_entry in entries)]),
-            offset=_padded([offset for (offset, _), _ in rows], width, 0),
-            extent=_padded([extent for (_, extent), _ in rows], width, 1),
+            offset=padded([offset for (offset, _), _ in rows], width, 0),
+            extent=padded([extent for (_, extent), _ in rows], width, 1),
             writer=np.array([writer for _, (writer, _) in rows], np.int64),
             number=np.array([number for _, (_, number) in rows], np.int64),
         ),
         name=np.array([number_of[name] for name, *_ in entries], np.int64),
         properties=np.array([kind for _, kind, *_ in entries], np.int64),
         dimensions=np.array([len(size) for _, _, size, _ in entries], np.int64),
-        size=_padded([size for _, _, size, _ in entries], width, 1),
+        size=padded([size for _, _, size, _ in entries], width, 1),
         names=tuple(names),
         paths=[planner_data.get(name) for name in names] if has_paths else None,
         table=tuple(table),
@@ -277,8 +277,3 @@ def _described(name: str, found: TensorProperties) -> Properties:
     if not all(map(isinstance, values, kinds)) or str(found.memory_format) not in MEMORY_FORMATS:
         raise MetadataNotDescribable(f"{name} has properties that DCP doesn't write down: {found}")
     return properties(*values)
-
-
-def _padded(rows: Sequence[tuple[int, ...]], width: int, value: int) -> Ints:
-    filled = [(*row, *(value,) * (width - len(row))) for row in rows]
-    return np.array(filled, np.int64).reshape(len(rows), width)

@@ -11,6 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from mmap import mmap
 from typing import Any
 
@@ -119,6 +120,15 @@ def matrix(columns: Mapping[str, Ints], name: str, rows: int) -> Ints:
     if column.ndim != 2 or len(column) != rows:
         raise ValueError(f"{name} of another shape")
     return column
+
+
+def padded(rows: Sequence[Sequence[int]], width: int, value: int) -> Ints:
+    """Return rows of at most `width` integers as int64[rows, width], padded with `value`."""
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    result = np.full((len(rows), width), value, np.int64)
+    integers = np.fromiter(chain.from_iterable(rows), np.int64, int(counts.sum()))
+    result[np.arange(width) < counts[:, None]] = integers
+    return result
 
 
 def in_32_bits(column: Ints) -> Ints:

@@ -28,7 +28,7 @@ def align(offset: int) -> int:
 
 
 @value_class(eq=False)
-class Items:
+class ItemColumns:
     """Items of a segment, in the order of their offsets."""
 
     # int64[4, items], in bytes: where each begins in the segment, and its length; where its raw
@@ -57,7 +57,7 @@ class Items:
 
 @sendable
 @value_class(eq=False)
-class Layout(Items):
+class Layout(ItemColumns):
     """The dense items, in the order of the plan."""
 
     nbytes: int
@@ -72,7 +72,7 @@ class Layout(Items):
 
 
 def layout_of(columns: Columns) -> Layout:
-    """Return the layout with the columns that `Items` has."""
+    """Return the layout with the columns that `ItemColumns` has."""
     if not columns.shape[1]:
         return Layout(columns, 0, "")
     key = hashlib.sha256(columns.tobytes()).hexdigest()[:16]
@@ -85,7 +85,7 @@ NO_LAYOUT = layout_of(np.zeros((4, 0), np.int64))
 def refuse_outside(columns: Columns) -> None:
     """Raise ValueError where items lie outside of any segment, or payloads outside of their items.
 
-    `columns`: as `Items` has them, of one segment or of several.
+    `columns`: as `ItemColumns` has them, of one segment or of several.
     """
     offsets, lengths, payload_offsets, payload_nbytes = columns
     sizes = columns[[0, 1, 3]]

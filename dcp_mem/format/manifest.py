@@ -21,7 +21,7 @@ from dcp_mem.common.value_class import value_class
 from dcp_mem.common.values import Segment, Transfer
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import HASH, HASH_NBYTES, Crcs, block_count
-from dcp_mem.format.layout import Items, Layout, refuse_outside
+from dcp_mem.format.layout import ItemColumns, Layout, refuse_outside
 from dcp_mem.format.records import DAMAGE, Record, made
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.policy.order import Place, SaveNumber
@@ -131,7 +131,7 @@ def _manifest(data: bytes) -> Manifest:
 
 
 @value_class(eq=False)
-class ItemTable(Items):
+class ItemTable(ItemColumns):
     """The items of one stored segment."""
 
     crc32c: Crcs  # of each block of each item (see `checksums.Blocks`); empty if none were computed

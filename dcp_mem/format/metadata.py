@@ -8,7 +8,7 @@ import pathlib
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -81,22 +81,8 @@ class LazyMetadata(Metadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A plain Metadata, for processes without dcp_mem and for `read_metadata`. So are copies.
-        whole = _of_lists(self._whole())
+        whole = self._whole()
         return Metadata, (whole.state_dict_metadata,), vars(whole)
-
-
-def _of_lists(metadata: Metadata) -> Metadata:
-    """Return metadata without what is made entry by entry: `read_metadata` takes lists alone."""
-    known = {name: _with_list(one) for name, one in metadata.state_dict_metadata.items()}
-    data = metadata.storage_data
-    if isinstance(data, Mapping) and not isinstance(data, dict):
-        data = dict(data)
-    return replace(metadata, state_dict_metadata=known, storage_data=data)
-
-
-def _with_list(entry: Any) -> Any:
-    chunks = getattr(entry, "chunks", [])
-    return entry if isinstance(chunks, list) else replace(entry, chunks=list(chunks))
 
 
 def _field(name: str) -> property:
@@ -284,7 +270,8 @@ def _admitted() -> Mapping[tuple[str, str], Any]:
         ("torch.serialization", "_get_layout"): _LayoutNamed(),
         ("collections", "OrderedDict"): OrderedDict,
         ("builtins", "getattr"): _MemberOfEnum(),
-        ("builtins", "set"): set,
+        # Of sets; and of what `metadata_by_entry` makes, which is pickled as lists and a dict.
+        **{("builtins", kind.__name__): kind for kind in (set, list, dict)},
     }
     for path_module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):

@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from itertools import chain, compress, count, repeat
+from itertools import chain, compress, count
 from typing import Any, TypeVar
 
 import numpy as np
 
 from dcp_mem.common.value_class import value_class
 from dcp_mem.format.catalog import Ints, Path, Properties
+from dcp_mem.format.column_file import padded
 
 H = TypeVar("H", bound=Hashable)
 _NAME = operator.attrgetter("name")
@@ -143,12 +144,7 @@ def local_plan(names: Sequence[str], paths: Sequence[Path], *groups: ItemGroup) 
         kind=np.array(kinds, np.int64)[look],
         properties=np.array(properties, np.int64)[look],
         dimensions=np.array(dimensions, np.int64)[look],
-        size=_padded(size, width, 1)[look],
-        offset=_padded(offset, width, 0)[look],
-        extent=_padded(extent, width, 1)[look],
+        size=padded(size, width, 1)[look],
+        offset=padded(offset, width, 0)[look],
+        extent=padded(extent, width, 1)[look],
     )
-
-
-def _padded(sides: Sequence[Sequence[int]], width: int, value: int) -> Ints:
-    """Return int64[rows, width], padded with `value`."""
-    return np.array([(*side, *repeat(value, width - len(side))) for side in sides], np.int64)

@@ -8,11 +8,11 @@ from dcp_mem.common.releases import warn_if_untested
 
 warn_if_untested("torch_checkpointing")
 
-from dcp_mem.integrations.torch_checkpointing.storage import (
-    MemoryStorage,
+from dcp_mem.integrations.torch_checkpointing.configuration import (
     MemoryStorageConfig,
     complete,
     in_memory,
 )
+from dcp_mem.integrations.torch_checkpointing.storage import MemoryStorage
 
 __all__ = ["MemoryStorage", "MemoryStorageConfig", "complete", "in_memory"]
