@@ -373,7 +373,9 @@ def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> s
     `checkpoint_id`: a name, or a full path or URL directly under the root. Raises ConfigError.
     """
     text = _text("checkpoint_id", checkpoint_id)
-    name = text.removeprefix("file://") if text.startswith("file:///") else _as_abfs(text)
+    name = text.removeprefix("file://") if text.startswith("file:///") else text
+    if "://" in name:
+        name = _as_abfs(name)
     if os.path.isabs(name):
         name = os.path.abspath(name)
     if url is not None:

@@ -49,14 +49,13 @@ from dcp_mem.loading.load import load_opened
 from dcp_mem.loading.load_attempt import LoadAttempt, LoadRequest, Places
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.plan import plan_together
-from dcp_mem.memory.job import JobMemory
 from dcp_mem.options import DEFAULTS, PlaceOptions, ReaderOptions, of_kind, settings
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
 from dcp_mem.policy.election import RecoveryPlan
 from dcp_mem.runtime import states
 from dcp_mem.saving.overlap import wait_for_copies
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.routes import storage_of
 
 
 @takes(ReaderOptions, DEFAULTS)
@@ -366,12 +365,7 @@ class MemoryStorageReader(StorageReader):
 
     def _places(self) -> Places:
         chosen = self.settings
-        has_memory = os.path.isdir(os.path.join(chosen.memory_root, chosen.job))
-        memory = JobMemory(chosen.memory_root, chosen.job) if has_memory else None
-        storage = (
-            open_storage(chosen.url, chosen.storage_options) if chosen.url is not None else None
-        )
-        return Places(memory, storage, chosen.job)
+        return Places(states.job_memory(chosen), storage_of(chosen), chosen.job)
 
     def _read(self, plan: LoadPlan | Reads, planner: LoadPlanner) -> None:
         load, opened, self._opened = self._load, self._opened, None

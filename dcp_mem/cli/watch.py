@@ -18,7 +18,8 @@ from dcp_mem.common.progress_bar import state_text, transfer_text
 from dcp_mem.common.values import CheckpointStatus, State, shown
 from dcp_mem.config import memory_root_path
 from dcp_mem.flushing.agent_handle import is_alive
-from dcp_mem.operations.inventory import Job, job_in, job_memory, list_jobs
+from dcp_mem.operations.inventory import Job, job_in, list_jobs
+from dcp_mem.runtime.states import job_memory
 
 
 def run(common: CommonOptions, seconds: float, times: int | None) -> int:

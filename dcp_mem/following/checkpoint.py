@@ -26,9 +26,9 @@ from dcp_mem.memory.links import LinkedCheckpoint
 from dcp_mem.options import FollowOptions
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
-from dcp_mem.storage import Storage
+from dcp_mem.runtime.states import job_memory
 from dcp_mem.storage.leases import read_lease
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.routes import storage_of
 
 
 class HoldingReader(MemoryStorageReader):
@@ -42,9 +42,7 @@ class HoldingReader(MemoryStorageReader):
     ) -> None:
         super().__init__(root, process_group=process_group, record=False, **options)
         self._memory: JobMemory | None = None
-        self._storage: Storage | None = None
-        if self.settings.url is not None:
-            self._storage = open_storage(self.settings.url, self.settings.storage_options)
+        self._storage = storage_of(self.settings)
         self.watch = StorageWatch(self._storage)
         # The held checkpoint's files in this node's memory; None where there are none, or they are
         # leased.
@@ -52,12 +50,9 @@ class HoldingReader(MemoryStorageReader):
 
     def memory(self) -> JobMemory | None:
         """Return the job's memory on this node; None where it has none, and none is made."""
-        chosen = self.settings
-        slots = os.path.join(chosen.memory_root, chosen.job, ".slots")
-        if not os.path.isdir(slots):
-            self._memory = None
-        elif self._memory is None:
-            self._memory = JobMemory(chosen.memory_root, chosen.job)
+        known = self._memory
+        if known is None or not os.path.isdir(known.slots):
+            self._memory = job_memory(self.settings)
         return self._memory
 
     def _places(self) -> Places:

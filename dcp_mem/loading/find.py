@@ -26,7 +26,7 @@ from dcp_mem.policy.election import (
 )
 from dcp_mem.replicating.plan import members_of
 from dcp_mem.replicating.repair_plan import lost_segments
-from dcp_mem.runtime.numbers import note_seen
+from dcp_mem.runtime.last_saves import Loaded, note_loaded
 
 
 def open_newest(load: LoadAttempt) -> OpenCheckpoint:
@@ -189,7 +189,7 @@ def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
         # Nothing raises in front of this exchange: a silent storage is a reason, not an error.
         findings = _survey_memory(load, search)
         plan = in_common(load.ranks.exchange(_elect(load, search, [findings])))
-    note_seen(load.request.settings, plan.newest)
+    note_loaded(load.request.settings, Loaded(plan.newest))
     return plan
 
 

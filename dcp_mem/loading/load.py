@@ -30,7 +30,7 @@ from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.planning.entries import first_of
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
-from dcp_mem.runtime.last_saves import note_resumed
+from dcp_mem.runtime.last_saves import Loaded, counted, note_loaded
 
 
 def load_opened(
@@ -85,8 +85,9 @@ def load_opened(
             name_casts(len(planner.names_of(outcome.is_cast)), outcome.casts)
     report = report_of(load, opened, outcome.used, left_out, sorted(outcome.missing))
     if load.request.leaves_record:
-        if opened.description.manifest is not None:
-            note_resumed(load.request.settings, opened.description.manifest)
+        if (made := opened.description.manifest) is not None:
+            saves = ((made.scope, counted(made)),)
+            note_loaded(load.request.settings, Loaded(saves=saves))
         if load.ranks.rank == outcome.recorder[1]:
             record_load(load, report)
     restore_redundancy(load, opened.choice)

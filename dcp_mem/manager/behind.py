@@ -10,9 +10,8 @@ from dcp_mem.common.values import Outcome, State
 from dcp_mem.config import Settings
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.locks import saving_run
-from dcp_mem.operations.inventory import job_memory
 from dcp_mem.runtime.session import open_session
-from dcp_mem.runtime.states import status_of
+from dcp_mem.runtime.states import job_memory, status_of
 
 
 class Behind:

@@ -45,12 +45,13 @@ from dcp_mem.manager.pace import Pace
 from dcp_mem.manager.preemption import Preemption
 from dcp_mem.manager.replica_check import ReplicaCheck
 from dcp_mem.manager.saved import Saved, name_of, step_of
-from dcp_mem.operations.inventory import job_memory, list_checkpoints
+from dcp_mem.operations.inventory import list_checkpoints
 from dcp_mem.options import WriterOptions, of_kind
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.frequency import Advice
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
 from dcp_mem.runtime.session import open_session
+from dcp_mem.runtime.states import job_memory
 from dcp_mem.saving.dcp_takeover import ReturnedMetadata
 from dcp_mem.saving.overlap import overlap_of
 from dcp_mem.writer import MemoryStorageWriter

@@ -13,8 +13,8 @@ from dcp_mem.errors import ConfigError, DcpMemError, ManifestInvalid, StorageKey
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Resumes
 from dcp_mem.manager.options import OnCrashLoop
-from dcp_mem.operations.inventory import job_memory
 from dcp_mem.reader import RecoveryReport
+from dcp_mem.runtime.states import job_memory
 from dcp_mem.storage.routes import storage_of
 
 TIMES = 3

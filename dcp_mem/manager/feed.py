@@ -25,10 +25,10 @@ from dcp_mem.format.recoveries import to_lines
 from dcp_mem.manager.saved import Saved
 from dcp_mem.manager.tracker import Event, Publisher, Story, Tracker
 from dcp_mem.operations.history import History, fate_of, flush_throughput, read_history, totals
-from dcp_mem.operations.inventory import job_memory
 from dcp_mem.operations.report import render_page
 from dcp_mem.reader import RecoveryReport
 from dcp_mem.runtime import states
+from dcp_mem.runtime.states import job_memory
 from dcp_mem.storage.retry import RetryPolicy
 
 _MOST_WAITING = 10_000

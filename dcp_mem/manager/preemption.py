@@ -20,7 +20,7 @@ from dcp_mem.common.values import Outcome
 from dcp_mem.errors import ConfigError
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.operations.inventory import job_memory
+from dcp_mem.runtime.states import job_memory
 from dcp_mem.writer import MemoryStorageWriter
 
 _PAUSE = 0.05

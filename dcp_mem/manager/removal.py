@@ -13,7 +13,8 @@ from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, DcpMemError, RankFailed
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations import housekeeping
-from dcp_mem.operations.inventory import job_memory, list_checkpoints
+from dcp_mem.operations.inventory import list_checkpoints
+from dcp_mem.runtime.states import job_memory
 
 _BUSY_SECONDS = 60.0
 _PAUSE = 0.05

@@ -505,11 +505,12 @@ def jobs_in(root: str) -> list[str]:
 
 def last_use(directory: str) -> float:
     """Return when a job last saved, in seconds since the epoch; 0.0 where its directory is gone."""
+    times = []
     try:
         with os.scandir(directory) as entries:
-            return max(
-                (entry.stat(follow_symlinks=False).st_mtime for entry in entries),
-                default=os.stat(directory).st_mtime,
-            )
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # it has gone just now
+                    times.append(entry.stat(follow_symlinks=False).st_mtime)
+        return max(times, default=os.stat(directory).st_mtime)
     except FileNotFoundError:
         return 0.0

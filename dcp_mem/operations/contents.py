@@ -30,8 +30,8 @@ from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.checkpoint import LocalCheckpoint
-from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.pieces import merged
+from dcp_mem.runtime.states import job_memory
 from dcp_mem.storage import OfOneFile, Storage
 from dcp_mem.storage.listing import get_parsed
 

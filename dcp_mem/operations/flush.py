@@ -12,8 +12,7 @@ from dcp_mem.errors import ConfigError, FlushFailed
 from dcp_mem.flushing.agent_handle import AgentHandle, is_alive
 from dcp_mem.flushing.registration import registration_of
 from dcp_mem.memory.locks import job_is_live
-from dcp_mem.operations.inventory import job_memory
-from dcp_mem.runtime.states import status, wait_for_all
+from dcp_mem.runtime.states import job_memory, status, wait_for_all
 from dcp_mem.storage.destination import refuse_unusable
 
 

@@ -17,8 +17,8 @@ from dcp_mem.format.history import HistoryRow, from_csv, row_of
 from dcp_mem.format.recoveries import MOST_RECOVERIES, RecoveryRecord, merge_recoveries
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.records import recoveries_in
-from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
+from dcp_mem.runtime.states import job_memory
 from dcp_mem.storage import OfOneFile
 from dcp_mem.storage.recoveries import recoveries_on
 from dcp_mem.storage.retry import RETRIES, RetryPolicy

@@ -17,8 +17,8 @@ from dcp_mem.flushing.orphans import Orphan, delete_checkpoint, orphans
 from dcp_mem.memory.job import JobMemory, jobs_in, last_use
 from dcp_mem.memory.links import drop_dead_links
 from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live, new_token
-from dcp_mem.operations.inventory import job_memory
 from dcp_mem.options import settings
+from dcp_mem.runtime.states import job_memory
 from dcp_mem.storage.leases import is_being_read
 from dcp_mem.storage.listing import (
     checkpoint_names,

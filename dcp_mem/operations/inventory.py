@@ -17,7 +17,7 @@ from dcp_mem.memory.exports import read_exports
 from dcp_mem.memory.job import JobMemory, jobs_in, last_use
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.policy.order import newest_first
-from dcp_mem.runtime.states import place_of, status_of, with_exports
+from dcp_mem.runtime.states import job_memory, place_of, status_of, with_exports
 from dcp_mem.storage import OfOneFile, StoredFiles
 from dcp_mem.storage.listing import (
     Snapshot,
@@ -172,13 +172,6 @@ def job_in(memory: JobMemory) -> Job:
         last_use=last_use(memory.directory),
         durable=LastDurable(name, when) if name else None,
     )
-
-
-def job_memory(settings: Settings) -> JobMemory | None:
-    """Return the job's memory on this node; None where it has none, and none is made."""
-    directory = os.path.join(settings.memory_root, settings.job)
-    has_memory = os.path.isdir(os.path.join(directory, ".slots"))
-    return JobMemory(settings.memory_root, settings.job) if has_memory else None
 
 
 def in_memory(settings: Settings) -> list[CheckpointStatus]:

@@ -30,9 +30,8 @@ from dcp_mem.memory.slots import SlotPool
 from dcp_mem.replicating.replicator import Replicator
 from dcp_mem.runtime.agent_link import AgentLink
 from dcp_mem.runtime.frozen import FrozenTensors
-from dcp_mem.runtime.last_saves import LastSaves
+from dcp_mem.runtime.last_saves import LastSaves, RunNumbers
 from dcp_mem.runtime.layouts import Layouts
-from dcp_mem.runtime.numbers import RunNumbers
 from dcp_mem.runtime.prefaulting import Prefaulting
 from dcp_mem.runtime.topology import JobNodes
 from dcp_mem.runtime.turns import Turn, Turns

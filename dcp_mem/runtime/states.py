@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from dcp_mem.common import files
 from dcp_mem.common.log import log
@@ -30,6 +32,7 @@ from dcp_mem.errors import (
 )
 from dcp_mem.flushing import agent_handle
 from dcp_mem.format.history import HistoryRow
+from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.exports import ExportRecords, read_exports, unseen
 from dcp_mem.memory.job import JobMemory
@@ -55,6 +58,12 @@ Returns why there is no agent that answers, as `AgentHandle.wake`; "" where ther
 def status(settings: Settings) -> list[CheckpointStatus]:
     """Return every known checkpoint of the job on this node, newest first."""
     return _status(JobMemory(settings.memory_root, settings.job))
+
+
+def job_memory(settings: Settings) -> JobMemory | None:
+    """Return the job's memory on this node; None where it has none, and none is made."""
+    slots = os.path.join(settings.memory_root, settings.job, ".slots")
+    return JobMemory(settings.memory_root, settings.job) if os.path.isdir(slots) else None
 
 
 def _status(memory: JobMemory) -> list[CheckpointStatus]:
@@ -120,12 +129,12 @@ def wait(
     if wanted is State.DURABLE and is_never_durable:
         raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
     memory = JobMemory(settings.memory_root, settings.job)
-    refusals = _Refusals(wake)
+    patience = AgentPatience(settings, wake)
     _wait_until(
-        lambda: _has_reached(memory, name, wanted, refusals),
+        lambda: _has_reached(memory, name, wanted, patience),
         f"{name or 'the newest checkpoint'} is not {wanted.value} yet",
         settings,
-        refusals.wake,
+        patience,
         awaited=lambda: _candidates(memory, name, wanted)[:1],
         show=show,
         timeout=timeout,
@@ -173,12 +182,14 @@ def wait_for_all(
     they fail for longer than ranks wait for each other. Raises FlushFailed, WaitTimeout.
     """
     memory = JobMemory(settings.memory_root, settings.job)
-    refusals, patience_ends = _Refusals(wake), time.monotonic() + exchange_timeout()
+    patience, ends = AgentPatience(settings, wake), time.monotonic() + exchange_timeout()
 
     def is_given_up(checkpoint: LocalCheckpoint) -> bool:
         has_failed = checkpoint.flush.outcome == Outcome.FAILED
-        is_late = has_failed and time.monotonic() > patience_ends
-        return (is_late and checkpoint.manifest.save_id in promoted) or refusals.counts(checkpoint)
+        is_late = has_failed and time.monotonic() > ends
+        return (is_late and checkpoint.manifest.save_id in promoted) or patience.is_refused(
+            checkpoint
+        )
 
     def is_over() -> bool:
         pending = [checkpoint for checkpoint in memory.checkpoints() if checkpoint.pending]
@@ -192,7 +203,7 @@ def wait_for_all(
         is_over,
         "not all is flushed",
         settings,
-        refusals.wake,
+        patience,
         awaited=lambda: [entry for entry in _status(memory) if entry.persist],
         show=show,
         timeout=timeout,
@@ -211,7 +222,8 @@ def wait_for_exports(settings: Settings, wake: Wake) -> None:
         return not records.is_under_way and not unseen(memory, records, order)
 
     what = f"exports to {order.to} aren't made"
-    _wait_until(is_over, what, settings, wake, ends_without_agent=True)
+    patience = AgentPatience(settings, wake)
+    _wait_until(is_over, what, settings, patience, ends_without_agent=True)
     for one in read_exports(memory.directory).records:
         if one.state is ExportState.FAILED:
             text = "%s isn't exported so far, the agent tries again: %s"
@@ -219,10 +231,14 @@ def wait_for_exports(settings: Settings, wake: Wake) -> None:
 
 
 class AgentPatience:
-    """Wakes the agent, and tells when to wait no longer for one that can't start or is stopped."""
+    """Wakes the agent, and tells when to wait no longer for one that can't start or is stopped.
+
+    Of refusals it counts those of attempts that began once the agent had been woken: only these
+    know what the user has mended.
+    """
 
     def __init__(self, settings: Settings, wake: Wake) -> None:
-        self._settings, self._wake = settings, wake
+        self._settings, self._wake, self._answered = settings, wake, math.inf
         self._seconds = min(_ABSENT_SECONDS, exchange_timeout())
         self._woken: float | None = None
         self._since, self._tries = 0.0, 0
@@ -237,7 +253,7 @@ class AgentPatience:
         why_not = self._wake(self._woken is None)
         self._woken = now = time.monotonic()
         if not why_not:
-            self._tries = 0
+            self._tries, self._answered = 0, min(self._answered, now)
             return ""
         seen = status(self._settings)
         if not self._tries or seen != self._seen:  # a busy one may answer late
@@ -246,31 +262,18 @@ class AgentPatience:
         is_over = self._tries > _ABSENT_TRIES and now - self._since > self._seconds
         return why_not if is_over else ""
 
+    def is_refused(self, checkpoint: LocalCheckpoint) -> bool:
+        """Return whether storage refuses a checkpoint as things are now."""
+        flush = checkpoint.flush
+        return flush.outcome == Outcome.REFUSED and flush.begun >= self._answered
+
 
 # -- how far a checkpoint is -----------------------------------------------------------------------
 
 
-class _Refusals:
-    """The refusals that a wait counts: of attempts that began once the agent had been woken.
-
-    Only these know what the user has mended.
-    """
-
-    def __init__(self, wake: Wake) -> None:
-        self._wake, self._since = wake, math.inf
-
-    def wake(self, tries_again: bool) -> str:
-        why_not = self._wake(tries_again)
-        if not why_not:
-            self._since = min(self._since, time.monotonic())
-        return why_not
-
-    def counts(self, checkpoint: LocalCheckpoint) -> bool:
-        flush = checkpoint.flush
-        return flush.outcome == Outcome.REFUSED and flush.begun >= self._since
-
-
-def _has_reached(memory: JobMemory, name: str | None, wanted: State, refusals: _Refusals) -> bool:
+def _has_reached(
+    memory: JobMemory, name: str | None, wanted: State, patience: AgentPatience
+) -> bool:
     """Tell whether the checkpoint has reached the state; raise if it never will."""
     candidates = _candidates(memory, name, wanted)
     if not candidates:
@@ -284,7 +287,7 @@ def _has_reached(memory: JobMemory, name: str | None, wanted: State, refusals: _
     if wanted is State.COMPLETE or newest.state is State.DURABLE:
         if newest.state is State.SKIPPED and not newest.in_memory:
             raise _flush_failed(newest)
-        return wanted is State.COMPLETE or not _is_pending_beside(memory, newest, refusals)
+        return wanted is State.COMPLETE or not _is_pending_beside(memory, newest, patience)
     if newest.state is State.SKIPPED or (not newest.in_memory and newest.persist):
         raise _flush_failed(newest)
     if not newest.persist:
@@ -292,12 +295,12 @@ def _has_reached(memory: JobMemory, name: str | None, wanted: State, refusals: _
     # Looked at again: what memory says may be newer than the status.
     for checkpoint in memory.checkpoints():
         is_same_save = checkpoint.manifest.save_id == newest.save_id
-        if is_same_save and refusals.counts(checkpoint):
+        if is_same_save and patience.is_refused(checkpoint):
             raise FlushFailed(checkpoint.name, checkpoint.flush.error)
     return False
 
 
-def _is_pending_beside(memory: JobMemory, entry: CheckpointStatus, refusals: _Refusals) -> bool:
+def _is_pending_beside(memory: JobMemory, entry: CheckpointStatus, patience: AgentPatience) -> bool:
     """Tell whether others of the same name await their flush: ranks that save alone have one each.
 
     Raises FlushFailed where storage refuses one of them.
@@ -308,7 +311,7 @@ def _is_pending_beside(memory: JobMemory, entry: CheckpointStatus, refusals: _Re
         if one.pending and one.manifest.save_id != entry.save_id
     ]
     for checkpoint in pending:
-        if refusals.counts(checkpoint):
+        if patience.is_refused(checkpoint):
             raise FlushFailed(checkpoint.name, checkpoint.flush.error)
     return bool(pending)
 
@@ -340,7 +343,7 @@ def _wait_until(
     is_over: Callable[[], bool],
     what: str,
     settings: Settings,
-    wake: Wake,
+    patience: AgentPatience,
     *,
     awaited: Callable[[], Sequence[CheckpointStatus]] = list,
     show: Show | None = None,
@@ -364,7 +367,6 @@ def _wait_until(
             if show is not None:
                 show(awaited())  # the end as well, good or bad
 
-    patience = AgentPatience(settings, wake)
     patience.ended_by()
     started = complained = time.monotonic()
     pause = _FIRST_PAUSE
@@ -419,15 +421,11 @@ def status_of(checkpoint: LocalCheckpoint) -> CheckpointStatus:
         Outcome.SKIPPED.value: State.SKIPPED,
     }
     return CheckpointStatus(
-        name=manifest.name,
-        save_id=manifest.save_id,
+        **_of_save(manifest),
         state=states.get(flush.outcome, State.REPLICATED if is_replicated else State.COMPLETE),
         in_memory=True,
         persist=manifest.persist,
-        nbytes=manifest.nbytes,
-        created=manifest.created,
         durable=flush.durable,
-        stage_seconds=manifest.stage_seconds,
         flush_seconds=flush.seconds,
         flush_attempts=flush.attempts,
         error=flush.error,
@@ -440,15 +438,19 @@ def status_of(checkpoint: LocalCheckpoint) -> CheckpointStatus:
         replication_reused_nbytes=replication.reused_nbytes,
         replication_error=replication.error,
         parity=replication.parity,
-        step=manifest.step,
-        metrics=manifest.metrics,
         places=(MEMORY, STORAGE) if flush.outcome == Outcome.DURABLE else (MEMORY,),
         scope=manifest.scope,
         world_size=manifest.world_size,
-        generation=manifest.generation,
-        count=manifest.count,
-        run=manifest.run,
     )
+
+
+_OF_SAVE = ("name", "save_id", "nbytes", "created", "stage_seconds", "step", "metrics")
+_OF_NUMBER = ("generation", "count", "run")
+
+
+def _of_save(known: Manifest | HistoryRow) -> dict[str, Any]:
+    """Return what a manifest and a history say of a save, under the names of `CheckpointStatus`."""
+    return {name: getattr(known, name) for name in (*_OF_SAVE, *_OF_NUMBER)}
 
 
 def place_of(entry: CheckpointStatus) -> Place:
@@ -472,15 +474,11 @@ def _of_history(row: HistoryRow) -> CheckpointStatus:
         Outcome.DELETED.value: State.DELETED,
     }
     return CheckpointStatus(
-        name=row.name,
-        save_id=row.save_id,
+        **_of_save(row),
         state=states.get(row.outcome, State.SKIPPED),
         in_memory=False,
         persist=bool(row.save_id) and row.outcome != Outcome.EVICTED,
-        nbytes=row.nbytes,
-        created=row.created,
         durable=row.durable,
-        stage_seconds=row.stage_seconds,
         flush_seconds=row.flush_seconds,
         flush_attempts=row.attempts,
         error=row.error,
@@ -490,9 +488,4 @@ def _of_history(row: HistoryRow) -> CheckpointStatus:
             sent_nbytes=row.sent_nbytes,
             reused_nbytes=row.reused_nbytes,
         ),
-        step=row.step,
-        metrics=row.metrics,
-        generation=row.generation,
-        count=row.count,
-        run=row.run,
     )

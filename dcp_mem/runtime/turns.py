@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -28,14 +27,12 @@ _FIRST_COLLECTION = 0.5
 class Turns:
     """Gives out turns, in order. Any thread may call anything at any time, signal handlers too.
 
-    So there is no lock here: what is done to the table, the interpreter does at once. After a fork
-    the turns of the parent process hold nobody up in the child.
+    So there is no lock here: what is done to the table, the interpreter does at once.
     """
 
     def __init__(self) -> None:
         self._taken = WeakValueDictionary[int, Turn]()
         self._numbers = itertools.count()
-        self._pid = os.getpid()
 
     def take(self) -> Turn:
         """Return a turn behind all those taken before, without waiting for them."""
@@ -64,17 +61,12 @@ class Turns:
 
     def _add(self, turn: Turn) -> int:
         number = next(self._numbers)
-        self._here()[number] = turn
+        self._taken[number] = turn
         return number
 
     def _unended(self) -> list[Turn]:
-        turns = [turn() for turn in self._here().valuerefs()]
+        turns = [turn() for turn in self._taken.valuerefs()]
         return [turn for turn in turns if turn is not None and not turn.is_over]
-
-    def _here(self) -> WeakValueDictionary[int, Turn]:
-        if self._pid != os.getpid():
-            self._taken, self._pid = WeakValueDictionary(), os.getpid()
-        return self._taken
 
 
 class Turn:

@@ -172,10 +172,10 @@ def _has_too_many(context: SaveContext, topology: Topology, own: Sequence[LocalC
 
 
 def _proposal(context: SaveContext, checkpoints: Sequence[LocalCheckpoint]) -> Proposal:
-    info, counted = context.info, context.session.last_saves.persisted
-    generation, run = context.session.numbers.run([one.manifest for one in checkpoints])
+    info, numbers = context.info, context.session.numbers
+    generation, run = numbers.run([one.manifest for one in checkpoints])
     left = (one.manifest for one in checkpoints if one.manifest.run != run and not one.rejected)
-    before = counted.before(context.settings, context.scope, info.step, left)
+    before = numbers.counted_before(context.scope, info.step, left)
     policy = context.settings.persist
     is_chosen, counts = policy.count(before, context.name, info.step, time.monotonic())
     replaces = _make_directory(context)

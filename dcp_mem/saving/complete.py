@@ -98,7 +98,7 @@ def complete(
         _remember(context, planned, saved)
         save = (context.name, agreed.save_id)
         session.frozen.remember(context.group, staged.value.frozen, save)
-        session.last_saves.persisted.note(context.settings, manifest)
+        session.numbers.count(manifest)
         session.last_saves.is_clean = True
         return Completed(manifest, agreed, staged.value, saved)
     finally:

@@ -37,8 +37,7 @@ from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.planning.tensor_choice import TensorRule
-from dcp_mem.runtime.last_saves import add_resumed, resumed
-from dcp_mem.runtime.numbers import note_seen, seen
+from dcp_mem.runtime.last_saves import loaded, note_loaded
 from dcp_mem.runtime.session import Session, enter_session, open_session, session_for
 from dcp_mem.saving.ahead import (
     AheadCopy,
@@ -562,15 +561,13 @@ class Saver:
             "_next_info": info,
             "_infos_to_send": deque(),
             "_run": self._identity().run,
-            "_seen": seen(self.settings),
-            "_resumed": resumed(self.settings),
+            "_loaded": loaded(self.settings),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        number, loaded = state.pop("_seen"), state.pop("_resumed")
+        found = state.pop("_loaded")
         self.__dict__.update(state, calls=ThreadCalls())
-        note_seen(self.settings, number)
-        add_resumed(self.settings, loaded)
+        note_loaded(self.settings, found)
 
 
 def _is_alone(value: Any) -> bool:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,30 @@ def test_jobs_of_a_memory_root_say_who_lives(memory_root: Path) -> None:
     assert [(one["name"], one["is_live"]) for one in found] == [("live", True), ("dead", False)]
     assert [[held["name"] for held in one["checkpoints"]] for one in found] == [["step-1"]] * 2
     assert all(one["bytes"] > 2000 and one["last_use"] > 1e9 for one in found)
+
+
+def test_a_file_that_vanishes_meanwhile_makes_no_job_look_unused(memory_root: Path) -> None:
+    job, is_over = Job(None, str(memory_root)), threading.Event()
+    with job.writer() as writer:
+        save(writer, 1)
+    passing = [job.directory / f"{number}.tmp" for number in range(400)]
+
+    def make_and_remove() -> None:
+        while not is_over.is_set():
+            for path in passing:
+                path.touch()
+            for path in passing:
+                path.unlink()
+
+    thread = threading.Thread(target=make_and_remove)
+    thread.start()
+    try:
+        found = [one["last_use"] for _ in range(20) for one in _jobs(memory_root)]
+    finally:
+        is_over.set()
+        thread.join()
+    assert len(found) == 20
+    assert min(found) > 1e9
 
 
 def test_promoted_checkpoints_are_meant_for_storage(job: Job) -> None:

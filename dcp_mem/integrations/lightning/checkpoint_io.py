@@ -40,11 +40,10 @@ from dcp_mem.integrations.lightning.paths import (
     target_of,
 )
 from dcp_mem.integrations.removals import Ending, Removals
-from dcp_mem.operations.inventory import job_memory
 from dcp_mem.options import DEFAULTS, WriterOptions
 from dcp_mem.planning.whole_checkpoint import WholePlanner
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport, reader_of
-from dcp_mem.runtime.states import status, status_of
+from dcp_mem.runtime.states import job_memory, status, status_of
 from dcp_mem.storage.listing import checkpoint_names
 from dcp_mem.storage.retry import RetryPolicy
 from dcp_mem.storage.routes import storage_of

@@ -36,7 +36,7 @@ from dcp_mem.loading.sources.base import Description, DescriptionFiles
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.operations.inventory import job_memory
+from dcp_mem.runtime.states import job_memory
 
 _TIMEOUT = 60.0
 """Seconds to wait for a rank that hasn't called `init` yet, or is gone."""

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 from dcp_mem.integrations.megatron import MemoryCheckpointing
 from dcp_mem.memory.records import recoveries_in
-from dcp_mem.operations.inventory import job_memory
+from dcp_mem.runtime.states import job_memory
 
 _ROOT = "/nowhere/ckpts"
 _DIRECTORY = f"{_ROOT}/iter_0000002"
