@@ -116,6 +116,9 @@ def _dotted(node: ast.expr) -> str:
     return ""
 
 
+_NAMERS = "getter", "getattr", "repeat"  # map(getattr, objects, repeat("_name"))
+
+
 def _attributes(path: Path) -> Iterator[str]:
     """Private attributes of what is no module, and those of `attrgetter` and `getattr`."""
     if "integrations" in path.parts:
@@ -125,7 +128,7 @@ def _attributes(path: Path) -> Iterator[str]:
             first = _dotted(node).partition(".")[0]
             if first != "sys" and (node.attr, first) not in _MODULES_NAMES:
                 yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getter", "getattr")):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(_NAMERS):
             yield from (
                 one.value
                 for one in node.args
