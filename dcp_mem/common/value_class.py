@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, fields
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -18,7 +18,21 @@ else:
         return lambda function: function
 
 
+T = TypeVar("T")
+
+
+@overload
 @dataclass_transform(frozen_default=True)
+def value_class(cls: type[T]) -> type[T]: ...
+
+
+@overload
+@dataclass_transform(frozen_default=True)
+def value_class(
+    *, kw_only: bool = False, eq: bool = True, frozen: bool = False, slots: bool = True
+) -> Callable[[type[T]], type[T]]: ...
+
+
 def value_class(
     cls: Any = None,
     *,
@@ -31,7 +45,11 @@ def value_class(
     Python does so as well.
     """
     if cls is None:
-        return lambda cls: value_class(cls, kw_only=kw_only, eq=eq, frozen=frozen, slots=slots)
+        return partial(_made, kw_only=kw_only, eq=eq, frozen=frozen, slots=slots)
+    return _made(cls, kw_only=kw_only, eq=eq, frozen=frozen, slots=slots)
+
+
+def _made(cls: Any, *, kw_only: bool, eq: bool, frozen: bool, slots: bool) -> Any:
     given = {name: value for name, value in vars(cls).items() if name not in _OF_THE_CLASS_ALONE}
     given["__qualname__"] = cls.__qualname__
     own, all_fields = _declared(cls, kw_only=kw_only)

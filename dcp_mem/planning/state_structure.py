@@ -11,10 +11,9 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -40,7 +39,6 @@ try:
 except ImportError:  # a future torch
     TensorGuards = None  # type: ignore[assignment,misc]
 
-Chosen = npt.NDArray[np.bool_]
 _DTYPE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "shape", "layout"))
 _REQUIRES_GRAD, _SPEC = operator.attrgetter("requires_grad"), operator.attrgetter("_spec")
 _LOCAL = operator.attrgetter("_local_tensor")
@@ -97,9 +95,8 @@ class DescribedState:
 class Structure:
     """The structure of a state dict, by which later ones are recognised.
 
-    `recognise` returns the values of the plan's items in a state dict of the same structure. It
-    does so in two steps: `collect` takes the state dict apart, and `are_alike` looks at its
-    tensors, all or some of them. The structure holds no leaves.
+    `recognise` returns the leaves of a state dict of the same structure, in the order of
+    `plan.names`, and `item_values` the values of the plan's items. The structure holds no leaves.
 
     `plan`: what this rank would write. Raises NotDescribable, ValueError.
     """
@@ -107,10 +104,11 @@ class Structure:
     def __init__(self, state: Mapping[str, Any]) -> None:
         described = DescribedState(state)
         torch_rules.refuse_other_save(described.plan, described.leaves)
-        self.plan, self._root, leaves = described.plan, described.root, described.leaves
-        self._item_values, self.has_sharded_tensors = (
+        self.plan, self.item_values, self._root, leaves = (
+            described.plan,
             described.item_values,
-            described.has_sharded_tensors,
+            described.root,
+            described.leaves,
         )
         described.leaves = ()  # item_values is bound to it, and must not keep the leaves alive
         self._types = list(map(type, leaves))
@@ -123,25 +121,18 @@ class Structure:
         self._grad_enabled = torch.is_grad_enabled()
         self._sharding = _Sharding(*self._sharded(leaves))
         one_of: dict[torch.Size, torch.Size] = {}
-        values = self._item_values(leaves)
-        self._looks = [_Looks(block, one_of) for _, block in self._blocks(values)]
+        self._looks = [_Looks(block, one_of) for _, block in self._blocks(leaves)]
 
     def recognise(
         self,
         state: Mapping[str, Any],
         visit: Callable[[int, Sequence[torch.Tensor], Where | None], None] | None = None,
     ) -> Sequence[Any] | None:
-        """Return the items' values in a state dict of the same structure; None for any other.
+        """Return the leaves of a state dict of the same structure; None for any other.
 
-        `visit`: as in `are_alike`. If None is returned, its results are void.
-        """
-        found = self.collect(state)
-        return found.values if found is not None and self.are_alike(found, visit) else None
-
-    def collect(self, state: Mapping[str, Any]) -> Collected | None:
-        """Take a state dict apart; return None where its containers or types are others.
-
-        What its tensors are like is left to `are_alike`.
+        `visit`: called with the index of its first tensor, each block of the plan's tensors, and
+        where these are known to lie, while the processor's cache has them. If None is returned, its
+        results are void.
         """
         leaves: list[Any] = []
         if not collect_leaves(state, self._root, leaves):
@@ -151,57 +142,20 @@ class Structure:
         doubtful = list(map(leaves.__getitem__, self._doubtful))
         if any(map(is_container, doubtful)) or any(map(_plans_itself, doubtful)):
             return None
-        if self.has_sharded_tensors and not self._sharding.is_that_of(*self._sharded(leaves)):
-            return None  # leaves that are sharded otherwise may have another number of items
-        return Collected(leaves, self._item_values(leaves))
-
-    def are_alike(
-        self,
-        found: Collected,
-        visit: Callable[[int, Sequence[torch.Tensor], Where | None], None] | None = None,
-        left_out: Chosen | None = None,
-    ) -> bool:
-        """Return whether the tensors of a state dict are like those of this structure.
-
-        `visit`: called with the index of its first tensor, each block of the plan's tensors, and
-        where these are known to lie, while the processor's cache has them. `left_out`: which of the
-        plan's tensors needn't be looked at.
-        """
-        chosen = None if left_out is None else self._sharded_but(left_out)
-        if not self._sharding.is_that_of(*self._sharded(found.leaves), chosen):
-            return False
-        for looks, (start, block) in zip(self._looks, self._blocks(found.values), strict=True):
-            wanted = None if left_out is None else ~left_out[start : start + len(block)]
-            if wanted is not None and not wanted.any():
-                continue
-            is_whole = wanted is None or wanted.all()
-            is_guarded = is_whole and looks.guards.hold(block)
-            if not is_guarded and not looks.are_those_of(block, None if is_whole else wanted):
-                return False
-            if are_marked(block, SAVE_MARKS):
-                return False
+        # Leaves that are sharded alike have as many items: only then can those be compared.
+        if not self._sharding.is_that_of(*self._sharded(leaves)):
+            return None
+        for looks, (start, block) in zip(self._looks, self._blocks(leaves), strict=True):
+            is_guarded = looks.guards.hold(block)
+            if not (is_guarded or looks.are_those_of(block)) or are_marked(block, SAVE_MARKS):
+                return None
             if visit is not None:
                 visit(start, block, looks.guards.where if is_guarded else None)
-        return True
+        return leaves
 
-    @property
-    def tensor_count(self) -> int:
-        """The number of the plan's tensors."""
-        return sum(self._is_tensor)
-
-    def tensors_of(self, values: Sequence[Any]) -> list[torch.Tensor]:
-        """Return which of the items' values are tensors."""
-        return list(compress(values, self._is_tensor))
-
-    def _sharded_but(self, left_out: Chosen) -> list[bool]:
-        """Return for each DTensor whether it is none of these tensors of the plan."""
-        is_wanted = np.ones(len(self._types), bool)
-        is_wanted[self.plan.name[self._is_tensor][left_out]] = False
-        return is_wanted[self._dtensors].tolist()  # type: ignore[no-any-return]
-
-    def _blocks(self, values: Sequence[Any]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def _blocks(self, leaves: Sequence[Any]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Yield the plan's tensors a block at a time, with the index of its first."""
-        tensors = self.tensors_of(values)
+        tensors: list[torch.Tensor] = list(compress(self.item_values(leaves), self._is_tensor))
         for start in range(0, len(tensors), BLOCK):
             yield start, tensors[start : start + BLOCK]
 
@@ -209,13 +163,6 @@ class Structure:
         return list(map(leaves.__getitem__, self._dtensors)), [
             leaves[number] for number in self._others
         ]
-
-
-class Collected(NamedTuple):
-    """The leaves of a state dict, and the values of a plan's items, in the plan's orders."""
-
-    leaves: Sequence[Any]
-    values: Sequence[Any]
 
 
 class _Looks:
@@ -230,15 +177,9 @@ class _Looks:
         *looks, shapes = _look_at(block)
         self._looks = (*looks, [one_of.setdefault(shape, shape) for shape in shapes])
 
-    def are_those_of(self, block: Sequence[torch.Tensor], wanted: Chosen | None = None) -> bool:
-        """Return whether as many tensors look the same in all that the plan depends on.
-
-        `wanted`: those that are looked at; None for all.
-        """
-        if wanted is None:
-            return all(map(operator.eq, _look_at(block), self._looks))
-        looks = (list(compress(look, wanted)) for look in self._looks)
-        return all(map(operator.eq, _look_at(list(compress(block, wanted))), looks))
+    def are_those_of(self, block: Sequence[torch.Tensor]) -> bool:
+        """Return whether as many tensors look the same in all that the plan depends on."""
+        return all(map(operator.eq, _look_at(block), self._looks))
 
 
 def _look_at(block: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
@@ -253,28 +194,12 @@ class _Sharding:
         self._specs, self._wholes = list(map(_SPEC, dtensors)), _wholes(dtensors)
         self._others = list(map(sharded_tensors.sharding_of, others))
 
-    def is_that_of(
-        self,
-        dtensors: Sequence[DTensor],
-        others: Sequence[ShardedTensor],
-        chosen: Sequence[bool] | None = None,
-    ) -> bool:
-        """Return whether as many leaves are sharded alike.
-
-        `chosen`: the DTensors that are looked at; None for all.
-        """
-        known, wholes = self._specs, self._wholes
-        if chosen is not None and not all(chosen):
-            dtensors, known, wholes = (
-                list(compress(one, chosen)) for one in (dtensors, known, wholes)
-            )
+    def is_that_of(self, dtensors: Sequence[DTensor], others: Sequence[ShardedTensor]) -> bool:
+        """Return whether as many leaves are sharded alike."""
         specs = list(map(_SPEC, dtensors))
         return (
-            (all(map(operator.is_, specs, known)) or all(map(_lie_alike, specs, known)))
-            and (
-                (known is self._specs and self._guards.hold(dtensors))
-                or _wholes(dtensors) == wholes
-            )
+            (all(map(operator.is_, specs, self._specs)) or all(map(_lie_alike, specs, self._specs)))
+            and (self._guards.hold(dtensors) or _wholes(dtensors) == self._wholes)
             and list(map(sharded_tensors.sharding_of, others)) == self._others
             and not are_marked(others, SAVE_MARKS)
         )

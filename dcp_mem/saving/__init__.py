@@ -8,8 +8,7 @@ and what goes on behind training), then the stages: `agree.py` (`room.py`), `sta
 (`runtime/frozen.py`). `prepare.py` makes slots ready ahead of the first save.
 
 Saves come in by `saver.py`, those that DCP drives by `calls.py` and `dcp_takeover.py` too.
-`ahead.py` and `overlap.py` copy ahead of asynchronous saves; `late_looks.py` says what these
-needn't look at in their call.
+`ahead.py` and `overlap.py` copy ahead of asynchronous saves.
 
 Nothing is decided by one rank alone, and no rank fails alone: what goes wrong on one rank travels
 with the next exchange, so that all ranks raise together and none is left waiting.

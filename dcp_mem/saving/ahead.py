@@ -38,7 +38,7 @@ from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.turns import Turn
 from dcp_mem.saving.overlap import Overlap, StagingCopies
-from dcp_mem.saving.own_plans import OwnPlans, own_plans_of, rows_of
+from dcp_mem.saving.own_plans import OwnPlans, own_plans_of
 from dcp_mem.saving.stage import fill
 from dcp_mem.saving.values import Filled, NoCommonPlan, Planned, SaveContext
 
@@ -131,8 +131,6 @@ def copy_ahead(context: SaveContext, planned: Planned, overlap: Overlap | None) 
     session.prefaulting.stop()
     copies = StagingCopies(overlap, planned, session.last_saves.warn_once, are_left=True)
     filled = fill(session, planned, copies)
-    if overlap is not None:
-        rows_of(planned).plan.remember(overlap, planned, copies.taken)
     return AheadCopy(context, planned, filled, copies)
 
 
@@ -170,7 +168,6 @@ class AheadCopy:
             planned,
             items=items,
             sources=None,
-            later=None,
             nbytes=max(planned.layout.layout.nbytes, end),
         )
         self._filled: Filled = replace(filled, items=items)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import cached_property
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_mem.common import faults
-from dcp_mem.common.parallel import (
-    OVERLAPPING,
-    KeptThreads,
-    is_copying_thread,
-    let_caller_return,
-)
+from dcp_mem.common.parallel import OVERLAPPING, KeptThreads, is_copying_thread
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.memory.copying import (
     Chosen,
@@ -48,7 +43,6 @@ from dcp_mem.memory.copying import (
     sizes_of,
 )
 from dcp_mem.memory.device_copies import DeviceCopies, Enqueued
-from dcp_mem.planning.plain_tensors import BLOCK
 from dcp_mem.saving.values import Planned
 
 _BATCH, _AWAITED_BATCHES = 16 << 20, 64
@@ -129,8 +123,6 @@ class StagingCopies:
         self.optimizers = () if overlap is None else overlap.optimizers
         self._validates, self._warn = overlap is not None and overlap.validate, warn
         self._planned = planned if self._validates else None
-        self._later = None if planned is None else planned.later
-        self.taken: tuple[Columns, Chosen] | None = None  # addresses, and which of them may wait
         self._copies = DeviceCopies()
         self._in_time: list[Enqueued] = []  # those that the optimizers' next steps wait for
         self._left: list[Columns] = []
@@ -143,13 +135,8 @@ class StagingCopies:
         """Take over the copies of parameters and optimizer state; return which are the others."""
         if not self.optimizers:
             return np.ones(len(targets), bool)
-        if (later := self._later) is not None:
-            self._left.append(np.stack([targets, sources, nbytes])[:, later.is_later])
-            self._copies.read += later.storages
-            return ~later.is_later
         numbers = _found(self._may_wait, sources, nbytes)
         is_later = numbers >= 0
-        self.taken = sources, is_later
         if is_later.any():
             tensors = [self._may_wait[number] for number in numbers[is_later].tolist()]
             self._left.append(np.stack([targets, sources, nbytes])[:, is_later])
@@ -190,7 +177,7 @@ class StagingCopies:
     def _may_wait(self) -> Sequence[torch.Tensor]:
         """Parameters and optimizer state; none where they may change at any time."""
         tensors = _tensors(self.optimizers)
-        why_not = why_not_later(self.optimizers, tensors)
+        why_not = _why_not(self.optimizers, tensors)
         if why_not:
             self._warn(f"overlap= has no effect: {why_not}")
         return [] if why_not else tensors
@@ -198,9 +185,7 @@ class StagingCopies:
     def begin(self) -> None:
         """Begin with the copies; from here on the optimizers' next steps wait for them."""
         if self._left:
-            check = None if self._later is None else self._later.check
-            self._host = _HostCopies(np.concatenate(self._left, axis=1), self._validate, check)
-            self._later = None
+            self._host = _HostCopies(np.concatenate(self._left, axis=1), self._validate)
             self._copies.enqueued.append(self._host)
             self._in_time.append(self._host)
         if self._in_time:
@@ -230,7 +215,7 @@ class StagingCopies:
             self._validate_versions()
             with _guard:
                 _pending.discard(self)
-            self._planned = self._later = None
+            self._planned = None
             self.__dict__.pop("_may_wait", None)
         if self._error is not None:
             raise self._error
@@ -299,15 +284,12 @@ class StagingCopies:
 class _HostCopies:
     """Copies in CPU memory that a thread makes behind its caller, as a device makes its own.
 
-    So they are `Enqueued`, too. What "holds the device" holds the caller here. `check`: called
-    before anything is copied, and raises where nothing may be; None where there is no need.
+    So they are `Enqueued`, too. What "holds the device" holds the caller here.
     """
 
-    def __init__(
-        self, columns: Columns, validate: Callable[[], None], check: Callable[[], None] | None
-    ) -> None:
-        self._columns, self._validate, self._check = columns, validate, check
-        self._is_awaited, self._is_cancelled = threading.Event(), False
+    def __init__(self, columns: Columns, validate: Callable[[], None]) -> None:
+        self._left, self._validate = _batches(columns), validate
+        self._is_awaited = self._is_cancelled = False
         self.made = Future[None]()
 
     def begin(self) -> None:
@@ -316,14 +298,13 @@ class _HostCopies:
     def wait(self) -> None:
         # Whoever cancels isn't served by more threads: a collection of garbage may call, with locks
         # held that other threads need to begin.
-        if not self._is_cancelled:
-            self._is_awaited.set()
+        self._is_awaited = not self._is_cancelled
         with suppress(CancelledError):
             if (error := self.made.exception()) is not None and not self._is_cancelled:
                 raise error
 
     def hold_device(self) -> None:
-        self._is_awaited.set()
+        self._is_awaited = True
         with suppress(CancelledError):
             self.made.exception()
 
@@ -337,19 +318,14 @@ class _HostCopies:
             return
         try:
             faults.point("overlap.begun")
-            if (check := self._check) is not None and not self._is_cancelled:
-                self._check = None  # it holds the state dict
-                if self._columns.shape[1] > BLOCK:  # a long look, for which both need the lock
-                    let_caller_return(self._is_awaited)
-                check()
-            left = _batches(self._columns)
-            while left and not self._is_cancelled:
+            while self._left and not self._is_cancelled:
                 # Somebody who waits is served by all threads, the training loop isn't disturbed.
-                if self._is_awaited.is_set() and not self._is_cancelled:
-                    batches = [left.popleft() for _ in range(min(len(left), _AWAITED_BATCHES))]
+                if self._is_awaited and not self._is_cancelled:
+                    count = min(len(self._left), _AWAITED_BATCHES)
+                    batches = [self._left.popleft() for _ in range(count)]
                     copy_many(*np.concatenate(batches, axis=1))
                 else:
-                    copy_many_here(*left.popleft())
+                    copy_many_here(*self._left.popleft())
             faults.point("overlap.copied")
             if not self._is_cancelled:
                 self._validate()
@@ -392,14 +368,18 @@ def _found(tensors: Sequence[torch.Tensor], address: Columns, nbytes: Columns) -
     return np.where(is_found, number, -1)
 
 
-def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
-    return list(chain.from_iterable(group["params"] for group in groups))
+def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    return [
+        parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
 
 
 def _tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """Return this rank's parts of all parameters, and of the optimizers' state of them."""
-    tensors = parameters_of(optimizers)
+    tensors = _parameters(optimizers)
     for optimizer in optimizers:
         states = [state for state in optimizer.state.values() if isinstance(state, dict)]
         values = chain.from_iterable(map(dict.values, states))
@@ -407,16 +387,16 @@ def _tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     return [one._local_tensor if type(one) is DTensor else one for one in tensors]
 
 
-def why_not_later(optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -> str:
+def _why_not(optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -> str:
     """Return why parameters may change before the optimizers' steps; "" where they don't."""
     unhooked = next((one for one in optimizers if not _takes_hooks(one)), None)
     if unhooked is not None:
         kind = type(unhooked).__name__
         return f"the step of {kind} calls no hooks; if it wraps an optimizer, give that one"
-    parameters = parameters_of(optimizers)
-    if any(map(getattr, parameters, repeat("_in_backward_optimizers"), repeat(None))):
+    parameters = _parameters(optimizers)
+    if any(getattr(one, "_in_backward_optimizers", None) for one in parameters):
         return "an optimizer runs in the backward pass"
-    if any(map(getattr, parameters, repeat("_post_accumulate_grad_hooks"), repeat(None))):
+    if any(getattr(one, "_post_accumulate_grad_hooks", None) for one in parameters):
         return "hooks on gradients may run an optimizer in the backward pass"
     if torch.cuda.is_initialized() and any(one.is_cpu and one.dim() for one in tensors):
         return "parameters or optimizer state are offloaded to the CPU"

@@ -13,9 +13,9 @@ import time
 import uuid
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial, reduce
+from functools import cache, cached_property, reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,6 @@ from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.frames import QUANTISED, Specs, frame
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.torch_names import dtype_named
-from dcp_mem.memory.copying import Chosen, Columns
 from dcp_mem.planning.entries import first_of
 from dcp_mem.planning.global_plan import GlobalPlan, merge
 from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
@@ -50,8 +49,6 @@ from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import GroupKey
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.late_looks import LastOverlap
-from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.values import (
     Items,
     NoCommonPlan,
@@ -204,16 +201,15 @@ class OwnPlans:
         wanted: str = "",
         *,
         to_lowest_rank: bool = False,
-        overlap: Overlap | None = None,
     ) -> Planned | None:
         """Return this rank's part of saving a state dict by a plan that fits it.
 
-        `wanted`: id of the plan to take if it fits; the last one otherwise. `overlap`: as in
-        `planned_by`. Returns None where no plan fits.
+        `wanted`: id of the plan to take if it fits; the last one otherwise. Returns None where no
+        plan fits.
         """
         plans = self._like(context.group, to_lowest_rank)[::-1]
         for plan in sorted(plans, key=lambda plan: plan.plan_id != wanted):
-            planned = self._planned(context, plan, state, overlap)
+            planned = self._planned(context, plan, state)
             if planned is not None:
                 return planned
         return None
@@ -254,14 +250,10 @@ class OwnPlans:
                 session.last_saves.plans.pop((*plan.group, plan_id), None)
 
     def _planned(
-        self,
-        context: SaveContext,
-        plan: OwnPlan,
-        state: Mapping[str, Any],
-        overlap: Overlap | None = None,
+        self, context: SaveContext, plan: OwnPlan, state: Mapping[str, Any]
     ) -> Planned | None:
         structure = plan.structure  # another thread may replace it by one that is the same
-        planned = planned_by(context, plan, structure, state, overlap)
+        planned = planned_by(context, plan, structure, state)
         if planned is None:
             return None
         with self._guard:
@@ -340,30 +332,6 @@ class OwnPlan:
     is_complex: bool
     whole: GlobalPlan | None  # the plan of all ranks, on the coordinator
     to_lowest_rank: bool  # whether the first rank that holds a chunk writes it
-    # what the next overlapped save may go by; None where it has to look at all tensors in the call
-    last_overlap: LastOverlap | None = None
-
-    def remember(
-        self, overlap: Overlap, planned: Planned, taken: tuple[Columns, Chosen] | None
-    ) -> None:
-        """Take note of what an overlapped save has found, unless it went by that itself.
-
-        `taken`: the addresses in CPU memory, and which of them may wait; None where none may.
-        """
-        if planned.later is None:
-            sources, self.last_overlap = planned.sources, None
-            if sources is not None and sources.devices is None and not planned.frozen and taken:
-                self.last_overlap = LastOverlap.of(
-                    overlap, self.is_written, sources.tensors, *taken
-                )
-
-    def check(self, look: Callable[[], None]) -> None:
-        """Look at what a save has left; the next one looks at all in its call where this raises."""
-        try:
-            look()
-        except BaseException:
-            self.last_overlap = None
-            raise
 
     @cached_property
     def keys(self) -> Sequence[ItemKey]:
@@ -420,32 +388,20 @@ def plan_of(
 
 
 def planned_by(
-    context: SaveContext,
-    plan: OwnPlan,
-    structure: Structure,
-    state: Mapping[str, Any],
-    overlap: Overlap | None = None,
+    context: SaveContext, plan: OwnPlan, structure: Structure, state: Mapping[str, Any]
 ) -> Planned | None:
     """Return this rank's part of a save; None if the state dict doesn't fit the plan.
 
     `structure`: its structure; another thread may just have given it one that is the same.
-    `overlap`: which tensors may be looked at behind the call; None for none.
     """
-    found = structure.collect(state)
-    if found is None:
-        return None
     layout = context.session.layouts.of(plan.specs)
-    left, by_block = None, None
-    if overlap is not None and plan.last_overlap is not None:
-        nbytes = layout.layout.payload_nbytes
-        left = plan.last_overlap.left_again(overlap, structure, found, nbytes)
-    if left is None:
-        if layout.is_plain and plan.is_strided:
-            by_block = SourcesByBlock(plan.is_written, plan.is_complex)
-        if not structure.are_alike(found, by_block.look_at if by_block is not None else None):
-            return None
-    sources, look = left or (by_block.found if by_block is not None else None, None)
-    items = RowItems(plan, structure, found.values)
+    sources = None
+    if layout.is_plain and plan.is_strided:
+        sources = SourcesByBlock(plan.is_written, plan.is_complex)
+    leaves = structure.recognise(state, sources.look_at if sources is not None else None)
+    if leaves is None:
+        return None
+    items = RowItems(plan, structure, structure.item_values(leaves))
     tail_nbytes = expected_tail(context, plan.plan_id, plan.objects, items.resolve)
     planned = Planned(
         items=items,
@@ -453,9 +409,8 @@ def planned_by(
         objects=plan.objects,
         layout=layout,
         nbytes=layout.layout.nbytes + tail_nbytes,
-        sources=sources,
+        sources=sources.found if sources is not None else None,
         plan_id=plan.plan_id,
-        later=look and replace(look, check=partial(plan.check, look.check)),
     )
     if context.frozen is None:
         return planned
@@ -472,7 +427,8 @@ class RowItems(Items):
     """Items that are rows of the local plan, and stand for parts of the state dict's leaves."""
 
     def __init__(self, plan: OwnPlan, structure: Structure, parts: Sequence[Any]) -> None:
-        self.plan, self.structure, self._parts = plan, structure, parts
+        self.structure, self._whole = structure, plan.whole  # that of all ranks, on rank 0
+        self._plan_id, self._parts = plan.plan_id, parts
         self._local = structure.plan
 
     def without_values(self) -> RowItems:
@@ -500,7 +456,7 @@ class RowItems(Items):
         return MetadataIndex(fqn, torch.Size(local.offset[item, : local.dimensions[item]].tolist()))
 
     def fingerprint(self, items: Sequence[int]) -> int:
-        return hash((self.plan.plan_id, len(items)))
+        return hash((self._plan_id, len(items)))
 
     def part(self, rank: int, items: Sequence[int], layout: Layout) -> WrittenItems:
         return WrittenItems(rank, np.array(items, np.int64), layout)
@@ -509,8 +465,8 @@ class RowItems(Items):
         return share_written(parts)
 
     def catalog(self, parts: Sequence[WrittenItems]) -> Catalog:
-        assert self.plan.whole is not None
-        return catalog_of_written(self.plan.whole, parts)
+        assert self._whole is not None
+        return catalog_of_written(self._whole, parts)
 
 
 # -- values that differ ----------------------------------------------------------------------------
@@ -532,9 +488,10 @@ def _name_differing(ranks: Ranks, structure: Structure, state: Mapping[str, Any]
 
 
 def _digests(structure: Structure, state: Mapping[str, Any]) -> dict[str, int | None]:
-    plan, values = structure.plan, structure.recognise(state)
-    if values is None:
+    plan, leaves = structure.plan, structure.recognise(state)
+    if leaves is None:
         return {}
+    values = structure.item_values(leaves)
     found: dict[str, int | None] = {}
     for row in (plan.kind == ItemKind.OBJECT).nonzero()[0].tolist():
         if is_plain_value(values[row]):

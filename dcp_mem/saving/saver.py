@@ -385,9 +385,7 @@ class Saver:
             context = self._context(session, DcpCall(ranks, ranks.rank), "", info)
             plans, to_lowest_rank = own_plans_of(session), saves_to_lowest_rank(call.planner)
             with collector_paused():
-                planned = plans.recognised(
-                    context, state, to_lowest_rank=to_lowest_rank, overlap=self.calls.overlap
-                )
+                planned = plans.recognised(context, state, to_lowest_rank=to_lowest_rank)
                 ahead = planned and copy_ahead(context, planned, self.calls.overlap)
             if ahead:
                 return ahead

@@ -23,7 +23,6 @@ from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import RankItems
 from dcp_mem.format.layout import Layout, align
 from dcp_mem.format.manifest import Manifest
-from dcp_mem.memory.copying import Chosen
 from dcp_mem.memory.slot import Slot
 from dcp_mem.planning.plain_tensors import Sources
 from dcp_mem.planning.state_structure import Structure
@@ -122,15 +121,6 @@ class Unplanned:
     structure: Structure | None = None
 
 
-@value_class
-class Later:
-    """Tensors that are copied behind the call, and looked at only there."""
-
-    is_later: Chosen  # which of the tensors that this rank writes
-    storages: Sequence[torch.UntypedStorage]  # what they lie in
-    check: Callable[[], None]  # looks at them; raises where they aren't those of the plan
-
-
 @value_class(kw_only=True)
 class Planned:
     """This rank's part of a plan of all ranks, taken apart."""
@@ -150,7 +140,6 @@ class Planned:
     filled: Callable[[], Filled] | None = None
     # further tensors, which have a segment of their own; None where there are none
     frozen: FrozenItems | None = None
-    later: Later | None = None  # None where all have been looked at
 
     @property
     def claims(self) -> list[SlotNeed]:

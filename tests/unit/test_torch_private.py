@@ -116,9 +116,6 @@ def _dotted(node: ast.expr) -> str:
     return ""
 
 
-_NAMERS = "getter", "getattr", "repeat"  # map(getattr, objects, repeat("_name"))
-
-
 def _attributes(path: Path) -> Iterator[str]:
     """Private attributes of what is no module, and those of `attrgetter` and `getattr`."""
     if "integrations" in path.parts:
@@ -128,7 +125,7 @@ def _attributes(path: Path) -> Iterator[str]:
             first = _dotted(node).partition(".")[0]
             if first != "sys" and (node.attr, first) not in _MODULES_NAMES:
                 yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(_NAMERS):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getter", "getattr")):
             yield from (
                 one.value
                 for one in node.args
