@@ -162,6 +162,7 @@ class MemoryStorageWriter(StorageWriter):
             if begun.own is not None:
                 self._saver.carry_out(begun.context, begun.own)
                 return _future([])
+            begun.takeover = None  # it refers to the caller's tensors; only rank 0 finishes
             planner = planner_of(planner)
             completed = self._saver.save(
                 begun.context, lambda context: dcp_planned(context, plan, planner, self._dcp_plans)
