@@ -29,7 +29,7 @@ from dcp_mem.operations.housekeeping import reject_in_memory, reject_on_storage
 from dcp_mem.options import settings
 from dcp_mem.storage import Source
 from dcp_mem.storage.posix import PosixStorage
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.routes import storage_of
 from tests.support.checkpoints.jobs import Job, Loaded, load_anew, make_state, save, wait_until
 from tests.support.private import private_directory
 from tests.support.processes.forks import forked, forked_ranks, in_process, raised_by
@@ -362,7 +362,7 @@ def _failing(patch: pytest.MonkeyPatch, call: str, number: int, names: str) -> N
 
 def _load_where(job: Job, calls: str, number: int, names: str) -> Loaded | Exception:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_mem.reader, "open_storage", partial(open_storage, retry_policy=QUICK))
+        patch.setattr(dcp_mem.reader, "storage_of", partial(storage_of, retry_policy=QUICK))
         for call in calls.split():
             _failing(patch, call, number, names)
         loaded = list[Loaded]()
