@@ -41,7 +41,7 @@ class Promises:
             self.poisoned.add(life.poisoned)
         for one in notes:
             self._take_in_saves(life, one)
-        if life.closes:
+        if life.closes and life.job.url is not None:
             closed = [one.get("closed") or 0 for one in notes]
             self.durable = max(self.durable, min(closed))
         self.complete = max(self.complete, self.durable)
