@@ -49,6 +49,7 @@ from dcp_mem.loading.load import load_opened
 from dcp_mem.loading.load_attempt import LoadAttempt, LoadRequest, Places
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.plan import plan_together
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.options import DEFAULTS, PlaceOptions, ReaderOptions, of_kind, settings
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
@@ -365,7 +366,10 @@ class MemoryStorageReader(StorageReader):
 
     def _places(self) -> Places:
         chosen = self.settings
-        return Places(states.job_memory(chosen), storage_of(chosen), chosen.job)
+        # Checkpoints that somebody has copied here have no slots beside them.
+        has_memory = os.path.isdir(os.path.join(chosen.memory_root, chosen.job))
+        memory = JobMemory(chosen.memory_root, chosen.job) if has_memory else None
+        return Places(memory, storage_of(chosen), chosen.job)
 
     def _read(self, plan: LoadPlan | Reads, planner: LoadPlanner) -> None:
         load, opened, self._opened = self._load, self._opened, None

@@ -123,7 +123,8 @@ def _init(cls: Any, declared: _Declared, *, frozen: bool) -> Any:
         lines.append("self.__post_init__()")
     by_position, by_name_only = parameters[False], parameters[True]
     head = ", ".join([*by_position, *(["*", *by_name_only] if by_name_only else [])])
-    exec(f"def __init__({head}):\n " + "\n ".join(lines or ["pass"]), scope)  # noqa: S102 - as `dataclass` does
+    source = f"def __init__({head}):\n " + "\n ".join(lines or ["pass"])
+    exec(source, scope)  # noqa: S102 - as `dataclass` does
     init = scope["__init__"]
     init.__qualname__ = f"{cls.__qualname__}.__init__"
     init.__annotations__ = {name: one[0] for name, one in declared.items()} | {"return": None}

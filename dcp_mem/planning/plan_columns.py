@@ -90,7 +90,7 @@ def widened(columns: Ints, width: int, value: int) -> Ints:
 
 
 Look = tuple[Properties | None, Sequence[int], Sequence[int], Sequence[int]]
-"""What a plan says of an item: properties (None for byte items), size, offset and extent."""
+"""An item's properties (None for byte items), size, offset and extent."""
 
 
 @value_class(kw_only=True)

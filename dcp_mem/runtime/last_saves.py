@@ -90,7 +90,7 @@ class LastSaves:
 
 
 class Loaded(NamedTuple):
-    """What loads of this process have found of a job; its saves are newer, and count from that."""
+    """The saves of a job that loads of this process have found; its own saves count from these."""
 
     newest: SaveNumber = UNNUMBERED  # the greatest number in memory or on storage
     saves: tuple[tuple[str, CountedSave], ...] = ()  # what was loaded, in order, by scope

@@ -254,3 +254,15 @@ def test_a_line_that_always_errs_is_given_up(saved: Path) -> None:
     with _lines_that_err(100):
         refusal = _refusal(saved, nodes)
     assert any("came otherwise than it was sent, 3 times" in text for text in refusal), refusal
+
+
+def test_a_checkpoint_that_was_copied_to_another_node_by_hand_is_loaded(memory_root: Path) -> None:
+    with MemoryStorageWriter(None, memory_root=memory_root, job="job") as writer:
+        dcp.save({"w": torch.ones(3)}, checkpoint_id="step-1", storage_writer=writer)
+    there = memory_root / "there"
+    there.mkdir(mode=0o700)
+    (there / "job").mkdir(mode=0o700)
+    shutil.copytree(memory_root / "job" / "step-1", there / "job" / "step-1")
+    state = {"w": torch.zeros(3)}
+    dcp.load(state, storage_reader=MemoryStorageReader(None, memory_root=there, job="job"))
+    assert torch.equal(state["w"], torch.ones(3))

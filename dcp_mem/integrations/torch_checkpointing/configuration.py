@@ -1,4 +1,4 @@
-"""What torch_checkpointing's manager is given: where checkpoints go, and what completes them."""
+"""The configuration of torch_checkpointing's manager: where checkpoints go, how they complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PLACES = ("memory_root", "job", "storage_options")
 
 @dataclass
 class MemoryStorageConfig(StorageConfig):  # type: ignore[misc]
-    """What `MemoryStorage` is made from, in the trainer and in the process that writes.
+    """The configuration of a `MemoryStorage`, in the trainer and in the process that writes.
 
     Attributes:
         path: The job's root on storage; None for memory alone.
